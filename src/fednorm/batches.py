@@ -1,0 +1,82 @@
+"""Batches of clients: which rows, how augmented, with which key, all a function of (seed, client, k)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fednorm import rng
+from fednorm.data.augment import augment, augment_with_mask
+from fednorm.data.augment import parse as parse_augmentation
+from fednorm.data.federation import Federation
+from fednorm.data.streams import Stream
+
+UNION = -1
+"""The id of the one client of a centralized run, which owns everybody's data."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The training batches of a federation, with validation rows set aside."""
+
+    federation: Federation
+    seed: int
+    batch_size: int
+    union_batch_size: int
+    augmentation: str = "none"
+    val_fraction: float = 0.0
+    dtype: torch.dtype = torch.float32
+    _streams: dict[int, Stream] = field(default_factory=dict)
+
+    @cached_property
+    def _rows(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    def split(self, client: int) -> tuple[Tensor, Tensor]:
+        """(training rows, validation rows) of a client; which rows validate depends on seed and client alone."""
+        if client not in self._rows:
+            rows = self.federation.clients[client]
+            count = round(len(rows) * self.val_fraction)
+            order = rng.permutation(rng.key(self.seed, "validation", client), len(rows))
+            held = order[:count].sort().values
+            kept = order[count:].sort().values
+            self._rows[client] = (rows[kept], rows[held]) if count else (rows, rows[:0])
+        return self._rows[client]
+
+    def rows(self, client: int) -> Tensor:
+        """Training rows of a client, or of all training clients together."""
+        if client == UNION:
+            return torch.cat([self.split(c)[0] for c in self.federation.training_clients])
+        return self.split(client)[0]
+
+    def stream(self, client: int) -> Stream:
+        if client not in self._streams:
+            size = self.union_batch_size if client == UNION else self.batch_size
+            self._streams[client] = Stream(self.seed, client, self.rows(client), size)
+        return self._streams[client]
+
+    def num_examples(self, client: int) -> int:
+        return len(self.stream(client).rows)
+
+    def per_epoch(self, client: int) -> int:
+        return self.stream(client).batches_per_epoch
+
+    def batch(self, client: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, y, key) of the client's k-th batch; the key serves the random layers of the model."""
+        rows = self.stream(client).batch(k).to(self.federation.x.device)
+        x, y = self.federation.x[rows], self.federation.y[rows]
+        key = rng.key(self.seed, "step", client, k)
+        plan = parse_augmentation(self.augmentation)
+        if y.dim() > 1:
+            x, y = augment_with_mask(x, y, rng.key(key, "augment"), plan)
+        else:
+            x = augment(x, rng.key(key, "augment"), plan)
+        return self.inputs(x), y, key.to(x.device)
+
+    def inputs(self, raw: Tensor) -> Tensor:
+        """Raw rows as the model's numbers; inputs that are no numbers of that type (tokens) stay as they are."""
+        x = self.federation.inputs(raw)
+        return x.to(self.dtype) if x.is_floating_point() else x

@@ -1,0 +1,243 @@
+"""What a run is: frozen dataclasses, filled from a TOML file, `--set` and flags, checked in one place.
+
+The string under each field is its help text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from fednorm.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which data, and how it is spread over the clients."""
+
+    name: str = "fashion_mnist_small"
+    """data set; `fednorm datasets` lists them"""
+    dir: str | None = None
+    """folder with the data sets; default: the environment variable FEDNORM_DATA"""
+    partition: str = "shards"
+    """how data is dealt, such as iid, shards, dir_client(alpha=0.1)"""
+    clients: int = 5
+    """number of clients"""
+    unseen: int = 0
+    """the last so many clients never train and are scored as newcomers"""
+    min_size: int = 2
+    """fewest examples a client may have"""
+    val_fraction: float = 0.0
+    """share of each client's training data set aside to choose the best round"""
+    train_limit: int | None = None
+    """use at most so many training examples"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What clients do in a round."""
+
+    local_steps: int | None = None
+    """steps a client takes in a round (exclusive with local_epochs)"""
+    local_epochs: int | None = None
+    """passes over its data a client makes in a round (exclusive with local_steps)"""
+    batch_size: int = 20
+    """examples in a client's batch"""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """local optimizer"""
+    lr: float = 0.05
+    """learning rate of the first round"""
+    momentum: float = 0.9
+    """momentum of SGD"""
+    weight_decay: float = 0.0
+    """weight decay, on all trained tensors"""
+    schedule: str = "constant"
+    """learning rate by round: constant, step (x0.1 at 50 % and 75 %), step(factor=0.1,at=0.3/0.6), cosine, linear"""
+    augment: str = "none"
+    """augmentation of training batches: none, flip, crop(2)+flip"""
+    weights: Literal["size", "uniform"] = "size"
+    """weights of the clients in the average"""
+    dtype: Literal["float32", "float64"] = "float32"
+    """type of the model's numbers"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What is scored, and when."""
+
+    every: int = 0
+    """score the model every so many rounds; 0: about twenty times in a run"""
+    chunk: int = 500
+    """examples scored at once"""
+    probes: tuple[str, ...] = ()
+    """quantities to record of each client's last step, such as grad-norm"""
+    probe_every: int = 1
+    """record the probes every so many rounds"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Where and how the run is computed."""
+
+    name: Literal["sequential"] = "sequential"
+    """engine; sequential is the reference"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps"""
+    threads: int = 0
+    """CPU threads; 0: torch's choice"""
+    quorum: float | None = None
+    """go on without clients whose update is refused while this share remains; default: stop at the first"""
+    checkpoint_every: int = 1
+    """rounds between two checkpoints"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: one method, one seed."""
+
+    method: str = "fedavg"
+    """method expression, such as fixbn or fedprox(mu=0.01)+gn"""
+    model: str = "small_resnet"
+    """model name, such as resnet20(shortcut=B), timm:NAME, package.module:factory"""
+    rounds: int = 40
+    """communication rounds"""
+    clients_per_round: int | None = None
+    """clients drawn for each round; default: all"""
+    seed: int = 0
+    """seed of everything random"""
+    init: str | None = None
+    """safetensors file to start from"""
+    allow_noop: bool = False
+    """run a method that finds nothing to act on"""
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+
+    def local_work(self) -> tuple[Literal["steps", "epochs"], int]:
+        """Local steps or epochs of a round; one epoch where neither is given."""
+        if self.train.local_steps is not None:
+            return "steps", self.train.local_steps
+        return "epochs", self.train.local_epochs or 1
+
+    @property
+    def eval_every(self) -> int:
+        return self.eval.every or max(1, self.rounds // 20)
+
+
+def _check_ranges(config: RunConfig) -> None:
+    train, data = config.train, config.data
+    if train.local_steps is not None and train.local_epochs is not None:
+        raise ConfigError(
+            f"local_steps={train.local_steps} and local_epochs={train.local_epochs} exclude each other; give one"
+        )
+    at_least = {
+        "rounds": (config.rounds, 1),
+        "seed": (config.seed, 0),
+        "clients_per_round": (config.clients_per_round, 1),
+        "train.local_steps": (train.local_steps, 1),
+        "train.local_epochs": (train.local_epochs, 1),
+        "train.batch_size": (train.batch_size, 1),
+        "train.lr": (train.lr, 0),
+        "train.momentum": (train.momentum, 0),
+        "train.weight_decay": (train.weight_decay, 0),
+        "data.clients": (data.clients, 1),
+        "data.unseen": (data.unseen, 0),
+        "data.min_size": (data.min_size, 1),
+        "data.train_limit": (data.train_limit, 1),
+        "eval.every": (config.eval.every, 0),
+        "eval.chunk": (config.eval.chunk, 1),
+        "eval.probe_every": (config.eval.probe_every, 1),
+        "engine.threads": (config.engine.threads, 0),
+        "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
+    }
+    for name, (value, least) in at_least.items():
+        if value is not None and not value >= least:  # also refuses NaN
+            raise ConfigError(f"{name}={value} is out of range; give {least} or more")
+    if not 0 <= data.val_fraction < 1:
+        raise ConfigError(f"data.val_fraction={data.val_fraction} is out of range; give 0 up to below 1")
+    if config.engine.quorum is not None and not 0 < config.engine.quorum <= 1:
+        raise ConfigError(f"engine.quorum={config.engine.quorum} is out of range; give a share above 0, up to 1")
+    if data.unseen >= data.clients:
+        raise ConfigError(f"data.unseen={data.unseen} leaves no client of {data.clients} to train; give less")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as plain JSON values."""
+    return {
+        f.name: to_dict(value) if is_dataclass(value) else list(value) if isinstance(value, tuple) else value
+        for f in fields(config)
+        for value in [getattr(config, f.name)]
+    }
+
+
+def from_dict(values: Mapping[str, Any], cls: type[Any] = RunConfig, prefix: str = "") -> Any:
+    """A config from nested plain values; an unknown key or a value of the wrong type is refused by name."""
+    hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise unknown("config field", f"{prefix}{key}", [f"{prefix}{name}" for name in known])
+        hint = hints[key]
+        if isinstance(hint, type) and is_dataclass(hint):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{prefix}{key}={value!r} is not a table; write [{prefix}{key}] with its fields below"
+                )
+            arguments[key] = from_dict(value, hint, f"{prefix}{key}.")
+        else:
+            arguments[key] = _coerce(f"{prefix}{key}", value, hint)
+    return cls(**arguments)
+
+
+def _coerce(name: str, value: Any, hint: Any) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            value = [item for item in str(value).split(",") if item]
+        return tuple(_coerce(name, item, args[0]) for item in value)
+    options = args if origin in (Literal, Union, types.UnionType) else (hint,)
+    if float in options and int not in options and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    for option in options:
+        if option is type(None) and value is None:
+            return None
+        if isinstance(option, type) and type(value) is option:
+            return value
+        if not isinstance(option, type) and value == option:
+            return value
+    shown = [o.__name__ if isinstance(o, type) else repr(o) for o in options if o is not type(None)]
+    raise ConfigError(f"{name}={value!r} does not fit; give {' or '.join(shown)}")
+
+
+def updated(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """The config with dotted fields set: `updated(config, {"train.lr": 0.1})`."""
+    nested = to_dict(config)
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        table = nested
+        for parent in parents:
+            table = table.get(parent)
+            if not isinstance(table, dict):
+                raise unknown("config field", path, all_fields())
+        if last not in table or isinstance(table[last], dict):
+            raise unknown("config field", path, all_fields())
+        table[last] = value
+    return from_dict(nested)
+
+
+def all_fields(cls: type[Any] = RunConfig, prefix: str = "") -> list[str]:
+    """Every settable field by its dotted name."""
+    names: list[str] = []
+    for f in dataclasses.fields(cls):
+        hint = get_type_hints(cls)[f.name]
+        nested = isinstance(hint, type) and is_dataclass(hint)
+        names += all_fields(hint, f"{prefix}{f.name}.") if nested else [f"{prefix}{f.name}"]
+    return names

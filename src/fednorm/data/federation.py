@@ -1,0 +1,119 @@
+"""A federation's data: one pool of examples, and for each client the rows that are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fednorm.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """Training and test pools with the rows of every client.
+
+    Images stay uint8 (N, C, H, W) until a batch is drawn; `mean` and `std` then turn them into floats. Float inputs
+    pass through. `own_test` holds the test rows that look like a client's own data, `domains` the test rows by domain.
+    Clients listed in `unseen` never train.
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor
+    clients: tuple[Tensor, ...]
+    test_x: Tensor
+    test_y: Tensor
+    own_test: tuple[Tensor, ...]
+    num_classes: int
+    domains: Mapping[str, Tensor] = field(default_factory=dict)
+    unseen: frozenset[int] = frozenset()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    classes: tuple[str, ...] = ()
+    task: str = "classification"
+    ignore_index: int = -100
+
+    @property
+    def training_clients(self) -> tuple[int, ...]:
+        return tuple(c for c in range(len(self.clients)) if c not in self.unseen)
+
+    @property
+    def in_channels(self) -> int:
+        return int(self.x.shape[1])
+
+    def inputs(self, raw: Tensor) -> Tensor:
+        """Raw rows of the pool as the model wants them."""
+        if raw.dtype != torch.uint8:
+            return raw
+        x = raw.to(torch.float32) / 255
+        if not self.mean:
+            return x
+        shape = (-1, 1, 1)
+        mean = torch.tensor(self.mean, device=x.device).view(shape)
+        std = torch.tensor(self.std, device=x.device).view(shape)
+        return (x - mean) / std
+
+
+Examples = tuple[Tensor, Tensor] | torch.utils.data.Dataset[object]
+
+
+def as_tensors(examples: Examples, who: str) -> tuple[Tensor, Tensor]:
+    """(x, y) tensors from a pair of tensors or from any map-style `Dataset` of (x, y) items."""
+    if isinstance(examples, tuple):
+        x, y = examples
+    else:
+        items = [examples[i] for i in range(len(examples))]  # type: ignore[arg-type]
+        if not items:
+            raise ConfigError(f"{who} has no examples; leave it out or give it data")
+        x = torch.stack([torch.as_tensor(item[0]) for item in items])  # type: ignore[index]
+        y = torch.as_tensor([int(item[1]) for item in items])  # type: ignore[index]
+    if len(x) != len(y):
+        raise ConfigError(f"{who} has {len(x)} inputs and {len(y)} labels; each input needs one label")
+    if len(x) == 0:
+        raise ConfigError(f"{who} has no examples; leave it out or give it data")
+    return x, y.to(torch.int64)
+
+
+def from_clients(
+    train: Sequence[Examples],
+    test: Sequence[Examples] | Examples,
+    *,
+    num_classes: int | None = None,
+    name: str = "own data",
+) -> Federation:
+    """A federation from users' own data: one data set per client, and one test set per client or for all.
+
+    >>> x, y = torch.zeros(4, 3), torch.tensor([0, 1, 0, 1])
+    >>> from_clients([(x, y), (x, y)], (x, y)).clients[1].tolist()
+    [4, 5, 6, 7]
+    """
+    if not train:
+        raise ConfigError("no client data was given; pass a list with one data set per client")
+    pools = [as_tensors(part, f"client {c}") for c, part in enumerate(train)]
+    per_client = isinstance(test, Sequence) and not isinstance(test, tuple)
+    parts = cast("Sequence[Examples]", test if per_client else [test])
+    if per_client and len(parts) != len(train):
+        raise ConfigError(f"{len(train)} clients but {len(parts)} test sets; give one per client, or one for all")
+    tests = [as_tensors(part, f"test set {c}") for c, part in enumerate(parts)]
+    own = _ranges([len(y) for _, y in tests])
+    y = torch.cat([part for _, part in pools])
+    test_y = torch.cat([part for _, part in tests])
+    return Federation(
+        name=name,
+        x=torch.cat([part for part, _ in pools]),
+        y=y,
+        clients=_ranges([len(part) for _, part in pools]),
+        test_x=torch.cat([part for part, _ in tests]),
+        test_y=test_y,
+        own_test=own if per_client else own * len(train),
+        num_classes=num_classes or int(max(y.max(), test_y.max())) + 1,
+    )
+
+
+def _ranges(sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True))

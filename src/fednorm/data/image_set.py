@@ -1,0 +1,88 @@
+"""A data set in memory: images as uint8 tensors, labels, and the domain each row comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fednorm.errors import ConfigError, unknown
+
+
+def resize(x: Tensor, height: int, width: int) -> Tensor:
+    """uint8 images (N, C, H, W) at another size: bilinear, smoothed when made smaller, 1,024 at a time."""
+    if x.shape[2:] == (height, width):
+        return x
+    out = x.new_empty((*x.shape[:2], height, width))
+    for target, part in zip(out.split(1024), x.split(1024), strict=True):
+        target.copy_(functional.interpolate(part.float(), (height, width), mode="bilinear", antialias=True).round())
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """Training and test images (N, C, H, W) uint8 with int64 labels (N,), or uint8 masks (N, H, W) for segmentation.
+
+    `train_domain` and `test_domain` give the row's place in `domain_names`; both are None for a set of one domain.
+    """
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    num_classes: int
+    classes: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    train_domain: Tensor | None = None
+    test_domain: Tensor | None = None
+    domain_names: tuple[str, ...] = ()
+    task: str = "classification"
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        for split, x, y in (("training", self.train_x, self.train_y), ("test", self.test_x, self.test_y)):
+            if len(x) != len(y):
+                raise ConfigError(f"{self.name}: {len(x)} {split} images but {len(y)} labels; the files do not belong")
+
+    def keep(self, train_rows: Tensor, test_rows: Tensor | None = None) -> ImageSet:
+        """The same set with these rows only, in this order."""
+        test = torch.arange(len(self.test_y)) if test_rows is None else test_rows
+        return replace(
+            self,
+            train_x=self.train_x[train_rows],
+            train_y=self.train_y[train_rows],
+            train_domain=None if self.train_domain is None else self.train_domain[train_rows],
+            test_x=self.test_x if test_rows is None else self.test_x[test],
+            test_y=self.test_y[test],
+            test_domain=None if self.test_domain is None else self.test_domain[test],
+        )
+
+    def resized(self, side: int) -> ImageSet:
+        """The same set with images `side` pixels high; masks by nearest pixel, the shape of the image kept."""
+        height, width = self.train_x.shape[2:]
+        new = (side, side * width // height)
+        if new == (height, width):
+            return self
+        labels = {}
+        if self.task == "segmentation":
+            masks = {"train_y": self.train_y, "test_y": self.test_y}
+            labels = {key: functional.interpolate(mask[:, None], new)[:, 0] for key, mask in masks.items()}
+        return replace(self, train_x=resize(self.train_x, *new), test_x=resize(self.test_x, *new), **labels)
+
+    def keep_domains(self, names: tuple[str, ...]) -> ImageSet:
+        """The same set with these domains only, numbered in this order."""
+        if self.train_domain is None or self.test_domain is None:
+            raise ConfigError(f"{self.name} has no domains to choose from; leave out keep_domains")
+        for name in names:
+            if name not in self.domain_names:
+                raise unknown(f"domain of {self.name}", name, self.domain_names)
+        old = torch.tensor([self.domain_names.index(name) for name in names])
+        number = torch.full((len(self.domain_names),), -1)
+        number[old] = torch.arange(len(names))
+        train, test = number[self.train_domain], number[self.test_domain]
+        kept = self.keep(torch.nonzero(train >= 0)[:, 0], torch.nonzero(test >= 0)[:, 0])
+        return replace(kept, train_domain=train[train >= 0], test_domain=test[test >= 0], domain_names=tuple(names))

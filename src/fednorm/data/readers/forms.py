@@ -1,0 +1,54 @@
+"""How a data set lies on disk, and the errors when it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fednorm.data.image_set import ImageSet
+from fednorm.data.sources import how_to_get
+from fednorm.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One way a set may lie in the data folder.
+
+    `roots` are the places looked at, in order; the form is there when every one of `files` exists below one of them,
+    plain or with `.gz`. `read` gets that root and the wanted image size (None: the set's own).
+    """
+
+    name: str
+    files: tuple[str, ...]
+    read: Callable[[Path, int | None], ImageSet]
+    roots: tuple[str, ...] = (".",)
+    packed: bool = False
+
+    def find(self, folder: Path) -> Path | None:
+        """The first root that holds every file."""
+        for root in self.roots:
+            if all(plain_or_gz(folder / root / file) for file in self.files):
+                return folder / root
+        return None
+
+
+def plain_or_gz(path: Path) -> Path | None:
+    """The file itself or its gzipped twin, whichever exists."""
+    return next((found for found in (path, path.with_name(path.name + ".gz")) if found.exists()), None)
+
+
+def missing(name: str, folder: Path, forms: Sequence[Form]) -> ConfigError:
+    """The error for a set that is not in the folder: what was expected, and how to get it."""
+    first = forms[0]
+    places = [str(Path(folder, form.roots[0], form.files[0])) for form in forms]
+    more = " ..." if len(first.files) > 1 else ""
+    others = f" (or {' or '.join(places[1:])})" if places[1:] else ""
+    return ConfigError(
+        f"{name} was not found in {folder}; expected {places[0]}{more}{others}; {how_to_get(name, str(folder))}"
+    )
+
+
+def damaged(path: Path, problem: str) -> ConfigError:
+    """The error for a file that is not what its name says."""
+    return ConfigError(f"{path} is damaged: {problem}; delete it and get it again")

@@ -1,0 +1,68 @@
+"""Batches without state: a client's k-th lifetime batch is a pure function of (seed, client, k).
+
+Within an epoch no example comes twice; each epoch has its own order. Nothing needs to be saved to resume.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fednorm import rng
+from fednorm.errors import ConfigError
+
+
+def batches_per_epoch(num_examples: int, batch_size: int) -> int:
+    """How many batches one pass over the data has.
+
+    A trailing partial batch counts, except one of a single example, which BatchNorm1d could not run on; a client with
+    one example in all still has one batch.
+
+    >>> [batches_per_epoch(n, 20) for n in (1, 19, 20, 21, 22)]
+    [1, 1, 1, 1, 2]
+    """
+    if batch_size < 1:
+        raise ConfigError(f"the batch size must be at least 1, not {batch_size}")
+    if num_examples < 1:
+        raise ConfigError("a client without examples has no batches; leave it out or use a larger min_size")
+    full, rest = divmod(num_examples, batch_size)
+    return full + (rest > 1 or full == 0)
+
+
+def epoch_order(seed: int, client: int, num_examples: int, epoch: int) -> Tensor:
+    """The order of a client's examples in one of its epochs, on the CPU."""
+    return rng.permutation(rng.key(seed, "batch", client, epoch), num_examples)
+
+
+def batch_rows(seed: int, client: int, rows: Tensor, batch_size: int, k: int) -> Tensor:
+    """The rows of the client's k-th batch, in the order of that epoch.
+
+    >>> import torch
+    >>> rows = torch.arange(100, 104)
+    >>> sorted(torch.cat([batch_rows(0, 3, rows, 2, k) for k in (0, 1)]).tolist())
+    [100, 101, 102, 103]
+    """
+    return Stream(seed, client, rows, batch_size).batch(k)
+
+
+class Stream:
+    """The batches of one client; keeps the order of the last epoch asked for, which changes nothing but the speed."""
+
+    def __init__(self, seed: int, client: int, rows: Tensor, batch_size: int) -> None:
+        self.seed = seed
+        self.client = client
+        self.rows = rows
+        self.batch_size = batch_size
+        self.batches_per_epoch = batches_per_epoch(len(rows), batch_size)
+        self._epoch = -1
+        self._shuffled = rows
+
+    def batch(self, k: int) -> Tensor:
+        """The rows of batch number k, counted from 0 over the client's whole life."""
+        if k < 0:
+            raise ConfigError(f"batches are counted from 0, not {k}")
+        epoch, place = divmod(k, self.batches_per_epoch)
+        if epoch != self._epoch:
+            order = epoch_order(self.seed, self.client, len(self.rows), epoch)
+            self._shuffled = self.rows[order.to(self.rows.device)]
+            self._epoch = epoch
+        return self._shuffled[place * self.batch_size : (place + 1) * self.batch_size]

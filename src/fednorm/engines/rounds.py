@@ -1,0 +1,166 @@
+"""The course of a run, the same for every engine: draw clients, exchange, merge, score, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fednorm import rng
+from fednorm.batches import UNION
+from fednorm.engines.base import Engine, Job, Outcome, start_state
+from fednorm.engines.sequential import SequentialEngine
+from fednorm.errors import DivergedError, QuorumError, unknown
+from fednorm.evaluate import evaluate
+from fednorm.method import Memory, Phase, Progress
+from fednorm.pieces.weights import Report
+from fednorm.plan import Plan
+from fednorm.server import flaw, keys_with, merge_updates
+from fednorm.state import Policy, Tree, tree_bytes
+from fednorm.store import ClientState, Store, to_device
+
+ENGINES: dict[str, Callable[[Plan], Engine]] = {"sequential": SequentialEngine}
+Row = dict[str, Any]
+
+
+def sample(plan: Plan, round: int) -> list[int]:
+    """The clients of a round, ascending: all, or a keyed draw without replacement."""
+    if plan.method.data == "union":
+        return [UNION]
+    clients = plan.federation.training_clients
+    if plan.cohort_size == len(clients):
+        return list(clients)
+    order = rng.permutation(rng.key(plan.config.seed, "cohort", round), len(clients))
+    return sorted(clients[i] for i in order[: plan.cohort_size].tolist())
+
+
+class Run:
+    """A run in progress. All that changes is here and goes into the store with every commit."""
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        if plan.config.engine.name not in ENGINES:
+            raise unknown("engine", plan.config.engine.name, ENGINES)
+        self.plan = plan
+        self.store = store
+        self.engine = ENGINES[plan.config.engine.name](plan)
+        facts = store.facts()
+        self.round: int = facts.get("round", 0)
+        self.switch_memory: Memory = facts.get("switch", {})
+        self.reports = [Report(**report) for report in facts.get("reports", [])]
+        self.server = to_device(store.tree("model"), plan.device) if facts else plan.initial()
+        self.merge_memory = to_device(store.tree("memory"), plan.device) if facts else {}
+        self.finished: bool = facts.get("finished", False)
+        self._uncommitted: list[Row] = []
+        if not facts:
+            self._commit()
+
+    def rounds(self) -> Iterator[Row]:
+        """Play the remaining rounds; each row is yielded after the round is finished and, as configured, committed."""
+        total = self.plan.config.rounds
+        while self.round < total:
+            started = time.perf_counter()
+            row = self._play(self.round + 1)
+            row["seconds"] = round(time.perf_counter() - started, 6)
+            self._uncommitted.append(row)
+            if self.round % self.plan.config.engine.checkpoint_every == 0 or self.round == total:
+                self._commit()
+            yield row
+
+    def stop(self) -> None:
+        """Commit what was played since the last checkpoint, so that an orderly stop loses nothing."""
+        if self._uncommitted:
+            self._commit()
+
+    def _play(self, number: int) -> Row:
+        method, config = self.plan.method, self.plan.config
+        progress = Progress(number, config.rounds)
+        memory, stage = method.switch(self.switch_memory, progress, self.reports)
+        cohort = sample(self.plan, number)
+        row: Row = {"round": number, "stage": stage, "clients": len(cohort), "bytes_up": 0, "bytes_down": 0}
+        if len(cohort) < len(self.plan.federation.training_clients) and method.data == "each":
+            row["cohort"] = cohort
+        for phase in method.stages[stage]:
+            self._exchange(phase, number, cohort, row)
+        last = number == config.rounds
+        if last:
+            for phase in method.finish:
+                everyone = list(self.plan.federation.training_clients) if method.data == "each" else cohort
+                self._exchange(phase, number, everyone, row)
+        row["lr"] = self.plan.numbers(method.stages[stage][-1], number)["lr"]
+        row["train_loss"] = sum(report.losses["all"] for report in self.reports) / len(self.reports)
+        self.round, self.switch_memory, self.finished = number, memory, last
+        if number % config.eval_every == 0 or last:
+            row["eval"] = evaluate(self.plan, method.stages[stage][-1], self.server, self.store)
+        return row
+
+    def _exchange(self, phase: Phase, number: int, cohort: Sequence[int], row: Row) -> None:
+        plan = self.plan
+        schema = plan.schema(phase)
+        states = {client: self.store.get(client) for client in cohort}
+        jobs = [
+            Job(
+                client,
+                start_state(plan, schema, self.server, states[client].tree),
+                states[client].steps,
+                plan.num_steps(client, phase),
+            )
+            for client in cohort
+        ]
+        probing = bool(plan.probes) and number % plan.config.eval.probe_every == 0
+        outcomes = sorted(self.engine.train(phase, number, jobs, probing), key=lambda o: o.update.client)
+        accepted = self._admit(outcomes, schema, number, row)
+        updates = [outcome.update for outcome in accepted]
+        self.server, self.merge_memory = merge_updates(phase, self.server, updates, schema, self.merge_memory)
+        steps = {job.client: job.num_steps for job in jobs}
+        for outcome in accepted:
+            client = outcome.update.client
+            before = states[client]
+            used = before.steps + (steps[client] if phase.advances else 0)
+            self.store.put(client, ClientState(used, {**before.tree, **outcome.kept}))
+        self.reports = [update.report for update in updates]
+        if plan.method.data == "each":
+            down = tree_bytes({key: self.server[key] for key in keys_with(schema, Policy.SHARED, Policy.FROZEN)})
+            row["bytes_down"] += down * len(cohort)
+            row["bytes_up"] += sum(tree_bytes(update.shared) + tree_bytes(update.reported) for update in updates)
+        if probing:
+            row.setdefault("probes", {})[phase.name] = {o.update.client: dict(o.seen) for o in accepted}
+
+    def _admit(self, outcomes: Sequence[Outcome], schema: Any, number: int, row: Row) -> list[Outcome]:
+        """The outcomes that can be used; a refused client's own state is not advanced either."""
+        flaws = {outcome.update.client: _flaw(outcome, schema) for outcome in outcomes}
+        refused = {client: why for client, why in flaws.items() if why}
+        if not refused:
+            return list(outcomes)
+        quorum = self.plan.config.engine.quorum
+        client, why = next(iter(refused.items()))
+        where = f"round {number}, client {client}: {why}"
+        if quorum is None:
+            raise DivergedError(
+                f"diverged in {where}; lower train.lr, or set engine.quorum to go on without the client"
+            )
+        accepted = [outcome for outcome in outcomes if outcome.update.client not in refused]
+        if len(accepted) < quorum * len(outcomes) or not accepted:
+            raise QuorumError(
+                f"{len(accepted)} of {len(outcomes)} updates usable in {where}; engine.quorum={quorum} needs more"
+            )
+        row["refused"] = {**row.get("refused", {}), **refused}
+        return accepted
+
+    def _commit(self) -> None:
+        facts = {
+            "switch": self.switch_memory,
+            "reports": [asdict(report) for report in self.reports],
+            "finished": self.finished,
+        }
+        trees: dict[str, Tree] = {"model": self.server, "memory": self.merge_memory}
+        self.store.commit(self.round, trees, facts, self._uncommitted)
+        self._uncommitted = []
+
+
+def _flaw(outcome: Outcome, schema: Any) -> str | None:
+    found = flaw(outcome.update, schema)
+    if found is None and any(not bool(value.isfinite().all()) for value in outcome.kept.values()):
+        bad = next(key for key, value in outcome.kept.items() if not bool(value.isfinite().all()))
+        return f"'{bad}' (local) is not finite"
+    return found

@@ -1,0 +1,68 @@
+"""Every failure a user can cause or meet has a type, a one-line text and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterable
+
+
+class FednormError(Exception):
+    """Base of all errors that fednorm raises on purpose; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class ConfigError(FednormError):
+    """Bad input: a value, a name, a combination that cannot work."""
+
+    exit_code = 2
+
+
+class CheckpointError(FednormError):
+    """A file that cannot be trusted or does not belong here."""
+
+    exit_code = 2
+
+
+class DivergedError(FednormError):
+    """Training produced a value that is not finite."""
+
+    exit_code = 3
+
+
+class QuorumError(FednormError):
+    """Too few clients delivered a usable update."""
+
+    exit_code = 4
+
+
+class DiskError(FednormError):
+    """The disk is full or refuses to be written."""
+
+    exit_code = 5
+
+
+class LockedError(FednormError):
+    """Another process works in this folder."""
+
+    exit_code = 6
+
+
+def unknown(what: str, name: object, options: Iterable[str], listing: str = "") -> ConfigError:
+    """An error for a name that is not in a list, with the nearest name that is.
+
+    >>> str(unknown("method", "fedbm", ["fedavg", "fedbn"], "fednorm methods"))
+    "method 'fedbm' is not known; did you mean 'fedbn'? (`fednorm methods` lists all 2)"
+    """
+    known = sorted(set(options))
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}."
+    where = f" (`{listing}` lists all {len(known)})" if listing else ""
+    return ConfigError(f"{what} '{name}' is not known{hint}{where}")
+
+
+def require(module: str, extra: str, purpose: str) -> None:
+    """Refuse early, with the exact pip line, when an optional package is missing."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f'{purpose} needs {module}: pip install "fednorm[{extra}]"')

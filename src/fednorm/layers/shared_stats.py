@@ -1,0 +1,71 @@
+"""BatchNorms that train on statistics the server holds: Federated BatchNorm and Hybrid BatchNorm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fednorm.layers.batch_stats import RecordingNorm, moments, normalise, scale_and_shift
+from fednorm.pieces.surgery import Surgery, swap_norm
+from fednorm.state import register_norm
+
+_KINDS = {
+    "weight": "affine",
+    "bias": "affine",
+    "running_mean": "statistic",
+    "running_var": "statistic",
+    "num_batches_tracked": "counter",
+    "batch_mean": "extra",
+    "batch_var": "extra",
+    "batch_count": "extra",
+}
+
+
+class FederatedBN(RecordingNorm):
+    """Normalises with the shared statistics in training too, and reports the moments of its batches.
+
+    No gradient flows through the statistics (Guerraoui et al. 2024, arXiv 2405.14670).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if self.training:
+            self.record(*moments(input))
+        return self.use_running(input)
+
+
+class HybridBN(RecordingNorm):
+    """Normalises with a mixture of the shared and the batch's statistics, learned for each channel.
+
+    mean = (1 - a) * shared + a * batch, the same for the variance, a = sigmoid(factor), factor from 0; evaluation uses
+    the shared ones alone (Chen et al., ICML 2025). Gradients flow through the batch's part and the factor.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
+        self.factor = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training:
+            return self.use_running(input)
+        mean, var = moments(input)
+        self.record(mean, var)
+        own = torch.sigmoid(self.factor)
+        mean = (1 - own) * self.running_mean + own * mean
+        var = (1 - own) * self.running_var + own * var
+        return scale_and_shift(normalise(input, mean, var, self.eps), self.weight, self.bias)
+
+
+register_norm(FederatedBN, **_KINDS)
+register_norm(HybridBN, **_KINDS, factor="extra")
+
+
+def federated_batch_norm() -> Surgery:
+    """BatchNorm becomes FederatedBN; its running statistics start as the shared ones."""
+    return swap_norm(lambda name, old: FederatedBN.like(old), "FederatedBN")
+
+
+def hybrid_batch_norm() -> Surgery:
+    """BatchNorm becomes HybridBN; its running statistics start as the shared ones."""
+    return swap_norm(lambda name, old: HybridBN.like(old), "HybridBN")

@@ -1,0 +1,92 @@
+"""Weight-standardised convolutions, and the surgeries that bring them in.
+
+The raw weight stays the parameter and the state entry; only the forward pass sees the standardised one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from fednorm.errors import unknown
+from fednorm.layers.rebuild import rebuild_conv, refuse_special_conv
+from fednorm.pieces.surgery import Surgery, SurgeryReport, substitute
+
+Style = Literal["qiao", "scaled"]
+RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
+"""Keeps the variance through a ReLU: 1 / std(relu(z)) for z ~ N(0, 1) (Brock et al. 2021, arXiv 2101.08692)."""
+
+_SMALLEST_NORM = 1e-2  # Brock et al. bound the squared norm below by 1e-4: a depthwise filter of nine equal weights
+_QIAO_EPS = 1e-5  # added to the standard deviation, as in the code of Qiao et al. 2019 (arXiv 1903.10520)
+
+
+class WSConv2d(nn.Conv2d):
+    """A convolution whose filters are standardised over their fan-in N before use.
+
+    `qiao`:   gain * (w - mean) / (std + 1e-5), the unbiased std, gain 1 (Qiao et al. 2019; rho in FedWS).
+    `scaled`: gain * (w - mean) / (std * sqrt(N)), the biased std, gain 1.7129 (Brock et al. 2021; FedWon): every
+    filter has the norm `gain`, times a learned factor of its channel if `learnable_gain`.
+    """
+
+    channel_gain: Tensor | None
+
+    def __init__(
+        self, *args: object, style: Style = "scaled", gain: float | None = None, learnable_gain: bool = False, **kwargs
+    ) -> None:
+        super().__init__(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        if style not in ("qiao", "scaled"):
+            raise unknown("style of weight standardisation", style, ("qiao", "scaled"))
+        self.style = style
+        self.gain = gain if gain is not None else (RELU_GAIN if style == "scaled" else 1.0)
+        learned = nn.Parameter(torch.ones(self.out_channels, 1, 1, 1)) if learnable_gain else None
+        self.register_parameter("channel_gain", learned)
+
+    def standardised_weight(self) -> Tensor:
+        centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        # The norm, and not var().sqrt(), because its gradient at a constant filter is 0 and not NaN.
+        norm = torch.linalg.vector_norm(centred, dim=(1, 2, 3), keepdim=True)
+        if self.style == "qiao":
+            fan_in = self.weight[0].numel()
+            scale = self.gain / (norm / math.sqrt(fan_in - 1) + _QIAO_EPS)
+        else:
+            scale = self.gain / norm.clamp_min(_SMALLEST_NORM)
+        return centred * scale if self.channel_gain is None else centred * scale * self.channel_gain
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, self.standardised_weight(), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, style={self.style}, gain={self.gain:.4g}"
+
+
+def weight_standardise(style: Style = "qiao", gain: float | None = None, learnable_gain: bool = False) -> Surgery:
+    """Every Conv2d becomes a WSConv2d on the same weight and bias; Linear layers stay.
+
+    A filter with a single weight (depthwise 1x1) would become zero, so such layers are left alone.
+    """
+
+    def standardisable(module: nn.Module) -> bool:
+        return isinstance(module, nn.Conv2d) and not isinstance(module, WSConv2d) and module.weight[0].numel() > 1
+
+    def make(name: str, module: nn.Module) -> nn.Module:
+        conv = cast(nn.Conv2d, module)
+        refuse_special_conv(name, conv)
+        new = rebuild_conv(WSConv2d, conv, style=style, gain=gain)
+        if learnable_gain:
+            new.channel_gain = nn.Parameter(conv.weight.new_ones(conv.out_channels, 1, 1, 1))
+        return new
+
+    def operate(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
+        model, pairs = substitute(model, standardisable, make)
+        left = sum(type(module) is nn.Conv2d for module in model.modules())
+        notes = [f"{len(pairs)} convolutions use standardised weights ({style})"] if pairs else []
+        if left:
+            notes.append(f"{left} convolutions with one weight a filter left as they are")
+        return model, SurgeryReport(len(pairs), tuple(notes))
+
+    if style not in ("qiao", "scaled"):
+        raise unknown("style of weight standardisation", style, ("qiao", "scaled"))
+    return operate

@@ -1,0 +1,157 @@
+"""A method is data: these frozen classes say what a treatment of normalization does, and nothing here does it.
+
+A method names the surgery on the model, the stages of a run, in each stage the phases (one exchange each) of a round,
+and when to go from one stage to the next. Engines, the command line and the adapters read the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from fednorm.client import StepMaker, train_step
+from fednorm.pieces.merges import Merge, maximum, mean
+from fednorm.pieces.surgery import Surgery
+from fednorm.pieces.weights import Report, Weigh, by_size
+from fednorm.state import Entry, Kind, Policy, Tree
+
+Numbers = Mapping[str, float | Tensor]
+"""Named numbers of one client's training (lr, mu, ...): floats, or tensors when an engine maps over clients."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What pieces may know about the model they work on: its entries by key and the keys of its last linear layer."""
+
+    entries: Mapping[str, Entry]
+    head: frozenset[str]
+
+
+Term = Callable[[Tree, Tree, Numbers], Tensor]
+"""(parameters, their broadcast values, numbers) -> a scalar that is added to the loss."""
+
+Transform = Callable[[Tree, Tree, Numbers, Facts], Tree]
+"""(gradients, parameters, numbers, facts) -> gradients."""
+
+Scale = Callable[[nn.Module], Mapping[str, float]]
+"""model -> factors on the learning rate by key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How one client trains. Structure is static, numbers are data, so an engine may map a rule over many clients."""
+
+    losses: tuple[Term, ...] = ()
+    grads: tuple[Transform, ...] = ()
+    hold: frozenset[Kind] = frozenset()
+    """`statistic`: batch norms use their running statistics and leave them; `affine`: theirs gets no gradient."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    lr_factors: tuple[Scale, ...] = ()
+
+
+FEDAVG: Mapping[Kind, Policy] = MappingProxyType(
+    {
+        Kind.WEIGHT: Policy.SHARED,
+        Kind.AFFINE: Policy.SHARED,
+        Kind.STATISTIC: Policy.SHARED,
+        Kind.COUNTER: Policy.SHARED,
+        Kind.OPTIMIZER: Policy.FRESH,
+        Kind.EXTRA: Policy.SHARED,
+    }
+)
+BY_SIZE: Mapping[Kind, Weigh] = MappingProxyType({kind: by_size for kind in Kind})
+MEAN: Mapping[Kind, Merge] = MappingProxyType({kind: mean for kind in Kind} | {Kind.COUNTER: maximum})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One exchange: what comes down, what the client does, what goes up, how the server merges it."""
+
+    name: str = "train"
+    step: StepMaker = train_step
+    rule: Rule = field(default_factory=Rule)
+    policy: Mapping[Kind, Policy] = field(default_factory=lambda: FEDAVG)
+    weigh: Mapping[Kind, Weigh] = field(default_factory=lambda: BY_SIZE)
+    merge: Mapping[Kind, Merge] = field(default_factory=lambda: MEAN)
+    work: Literal["local", "epoch"] = "local"
+    """`local`: the configured local steps or epochs; `epoch`: one pass over the client's data."""
+    advances: bool = True
+    """Whether the phase uses up the client's batches, or looks at those the next phase will see."""
+
+    def policy_of(self, entry: Entry) -> Policy:
+        """The policy of an entry. The affine of norms without batch statistics (GN, LN) goes with the weights."""
+        kind = Kind.WEIGHT if entry.kind is Kind.AFFINE and not entry.batch_norm else entry.kind
+        return self.policy[kind]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: round `round` of `rounds`, counted from 1."""
+
+    round: int
+    rounds: int
+
+
+Memory = dict[str, Any]
+"""What a switch remembers between rounds: JSON values only, since it is checkpointed."""
+
+Switch = Callable[[Memory, Progress, Sequence[Report]], tuple[Memory, int]]
+"""(memory, progress, last round's reports) -> (memory, stage of this round)."""
+
+
+def stay(memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
+    """One stage, for ever."""
+    return memory, 0
+
+
+Change = Callable[["Method"], "Method"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named change to a method, with what it claims for itself: two parts with the same claim do not combine."""
+
+    change: Change
+    claims: frozenset[str] = frozenset()
+    acts_on: frozenset[Kind] = frozenset()
+    """Kinds of batch-norm state without which the part would do nothing."""
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A whole treatment of a federation: see the module's docstring. The default is FedAvg."""
+
+    name: str = "fedavg"
+    data: Literal["each", "union"] = "each"
+    """`union`: one model trains on all clients' data, as if there were no federation."""
+    surgery: tuple[tuple[str, Surgery], ...] = ()
+    stages: tuple[tuple[Phase, ...], ...] = ((Phase(),),)
+    switch: Switch = stay
+    finish: tuple[Phase, ...] = ()
+    unseen: Literal["average", "reestimate"] = "average"
+    """What a client that never trained uses where training clients have local state."""
+    parts: tuple[Part, ...] = ()
+    extra_needs: frozenset[str] = frozenset()
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(phase for stage in self.stages for phase in stage)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What an engine must offer: `client_state` for local state that outlives a round, and what parts ask for."""
+        local = any(policy is Policy.LOCAL for phase in self.phases for policy in phase.policy.values())
+        return self.extra_needs | ({"client_state"} if local and self.data == "each" else set())
+
+    def map_phases(self, change: Callable[[Phase], Phase]) -> Method:
+        """The same method with every phase of every stage changed."""
+        return replace(self, stages=tuple(tuple(change(phase) for phase in stage) for stage in self.stages))
+
+    def map_rules(self, change: Callable[[Rule], Rule]) -> Method:
+        """The same method with every client rule changed."""
+        return self.map_phases(lambda phase: replace(phase, rule=change(phase.rule)))

@@ -1,0 +1,19 @@
+"""Centralized: one model trains on everybody's data, as if there were no federation."""
+
+from dataclasses import replace
+
+from fednorm.method import Part
+from fednorm.pieces.changes import chain, keep
+from fednorm.registry import register
+
+
+@register(
+    "centralized",
+    paper="baseline",
+    summary="one model on the union of all data, with the clients' batches joined",
+)
+def centralized() -> Part:
+    return Part(
+        chain(lambda method: replace(method, data="union"), keep(optimizer="local")),
+        claims=frozenset({"data", "policy:optimizer"}),
+    )

@@ -1,0 +1,19 @@
+"""SiloBN: running statistics stay on the client, the affine is shared."""
+
+from fednorm.method import Part
+from fednorm.pieces.changes import keep, policy_claims
+from fednorm.registry import register
+from fednorm.state import Kind
+
+
+@register(
+    "silobn",
+    paper="Andreux et al. 2020, DCL (arXiv 2008.07424)",
+    summary="keep batch norms' running statistics on each client, average weights and affine",
+)
+def silobn() -> Part:
+    return Part(
+        keep(statistic="local", counter="local"),
+        claims=policy_claims("statistic", "counter"),
+        acts_on=frozenset({Kind.STATISTIC}),
+    )

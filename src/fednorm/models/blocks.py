@@ -1,0 +1,121 @@
+"""Residual blocks of the ResNets, findable by their type, and the parts they are made of."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class ResidualBlock(nn.Module):
+    """A block relu(main(x) + shortcut(x)); surgery on residual nets finds its places by this type.
+
+    The modules are called as torchvision calls them, `downsample` for the shortcut included, so that checkpoints
+    travel. `shortcut` is an `nn.Identity` where input and output have one shape.
+    """
+
+    expansion = 1
+    conv1: nn.Module
+    bn1: nn.Module
+    conv2: nn.Module
+    bn2: nn.Module
+    relu: nn.Module
+    downsample: nn.Module
+
+    def main(self, x: Tensor) -> Tensor:
+        """The residual branch, up to and including its last norm."""
+        raise NotImplementedError
+
+    @property
+    def shortcut(self) -> nn.Module:
+        return self.downsample
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.main(x) + self.shortcut(x))
+
+
+class BasicBlock(ResidualBlock):
+    """Two 3x3 convolutions (He et al. 2016, figure 5 left)."""
+
+    def __init__(self, in_channels: int, width: int, stride: int, dilation: int, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.conv1 = conv(in_channels, width, 3, stride=stride, dilation=dilation)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
+        self.conv2 = conv(width, width, 3, dilation=dilation)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = shortcut
+
+    def main(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.bn2(self.conv2(x))
+
+
+class Bottleneck(ResidualBlock):
+    """1x1, 3x3, 1x1 convolutions, the stride on the 3x3 as in torchvision (He et al. 2016, figure 5 right)."""
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, width: int, stride: int, dilation: int, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.conv1 = conv(in_channels, width, 1)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = conv(width, width, 3, stride=stride, dilation=dilation)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = conv(width, width * self.expansion, 1)
+        self.bn3 = nn.BatchNorm2d(width * self.expansion)
+        self.relu = nn.ReLU()
+        self.downsample = shortcut
+
+    def main(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        return self.bn3(self.conv3(x))
+
+
+class ZeroPadShortcut(nn.Module):
+    """Option A of He et al. 2016: take every second pixel and put zero channels on both sides; no parameters."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.before = (out_channels - in_channels) // 2
+        self.after = out_channels - in_channels - self.before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.after))
+
+
+def projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    """Option B of He et al. 2016: a 1x1 convolution and a norm where the shape changes, else nothing."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    return nn.Sequential(conv(in_channels, out_channels, 1, stride=stride), nn.BatchNorm2d(out_channels))
+
+
+def zero_pad(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    """Option A where the shape changes, else nothing."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    return ZeroPadShortcut(in_channels, out_channels, stride)
+
+
+def conv(
+    in_channels: int, out_channels: int, kernel: int, *, stride: int = 1, dilation: int = 1, groups: int = 1
+) -> nn.Conv2d:
+    """A convolution without bias (a norm follows) that keeps the map's size at stride 1; the kernel is odd."""
+    padding = dilation * (kernel // 2)
+    return nn.Conv2d(in_channels, out_channels, kernel, stride, padding, dilation=dilation, groups=groups, bias=False)
+
+
+def kaiming_normal(model: M, mode: Literal["fan_in", "fan_out"]) -> M:
+    """Draw every convolution of the model from N(0, 2 / fan), and return the model (He et al. 2015)."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode=mode, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model

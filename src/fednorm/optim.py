@@ -1,0 +1,87 @@
+"""Local optimizers as pure functions of trees; their state is ordinary state with the kind `optimizer`.
+
+They follow torch.optim's SGD and Adam to the formula, so that a user's own loop and ours agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fednorm.errors import unknown
+from fednorm.state import Entry, Kind, Tree
+
+if TYPE_CHECKING:
+    from fednorm.method import Numbers
+
+Factors = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """`buffers` names the tensors kept per parameter; `update` is (params, grads, buffers, numbers, factors) -> both."""
+
+    name: str
+    buffers: tuple[str, ...]
+    update: Callable[[Tree, Tree, Tree, Numbers, Factors], tuple[Tree, Tree]]
+
+    def entries(self, parameters: Iterable[Entry]) -> tuple[Entry, ...]:
+        """The optimizer's own entries for some parameters."""
+        return tuple(
+            Entry(slot(part, p.key), Kind.OPTIMIZER, slot(part, p.key), part, False, p.shape, p.dtype)
+            for p in parameters
+            for part in self.buffers
+        )
+
+
+def slot(part: str, key: str) -> str:
+    """The key of an optimizer buffer.
+
+    >>> slot("momentum", "conv1.weight")
+    'momentum:conv1.weight'
+    """
+    return f"{part}:{key}"
+
+
+def _sgd(params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors) -> tuple[Tree, Tree]:
+    lr, momentum, decay = numbers["lr"], numbers["momentum"], numbers["weight_decay"]
+    new_params, new_buffers = {}, {}
+    for key, value in params.items():
+        direction = grads[key] + decay * value
+        name = slot("momentum", key)
+        if name in buffers:
+            direction = new_buffers[name] = momentum * buffers[name] + direction
+        new_params[key] = value - (lr * factors[key] if key in factors else lr) * direction
+    return new_params, buffers | new_buffers
+
+
+def _adam(params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors) -> tuple[Tree, Tree]:
+    lr, decay, beta1, beta2 = numbers["lr"], numbers["weight_decay"], 0.9, 0.999
+    new_params, new_buffers = {}, {}
+    for key, value in params.items():
+        names = [slot(part, key) for part in ("exp_avg", "exp_avg_sq", "step")]
+        first, second, count = (buffers[name] for name in names)
+        grad = grads[key] + decay * value
+        first, second, count = beta1 * first + (1 - beta1) * grad, beta2 * second + (1 - beta2) * grad**2, count + 1
+        step_size = (lr * factors[key] if key in factors else lr) / (1 - beta1**count)
+        new_params[key] = value - step_size * first / (torch.sqrt(second) / torch.sqrt(1 - beta2**count) + 1e-8)
+        new_buffers |= dict(zip(names, (first, second, count), strict=True))
+    return new_params, buffers | new_buffers
+
+
+SGD = Optimizer("sgd", (), _sgd)
+MOMENTUM_SGD = Optimizer("sgd", ("momentum",), _sgd)
+# Adam's step is kept per element so that it has the shape of its parameter, as every other buffer.
+ADAM = Optimizer("adam", ("exp_avg", "exp_avg_sq", "step"), _adam)
+
+
+def optimizer(name: str, momentum: float) -> Optimizer:
+    """The optimizer of a training configuration; SGD keeps a buffer only if there is momentum."""
+    if name == "sgd":
+        return MOMENTUM_SGD if momentum else SGD
+    if name == "adam":
+        return ADAM
+    raise unknown("optimizer", name, ["sgd", "adam"])

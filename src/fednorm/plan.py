@@ -1,0 +1,223 @@
+"""A run made ready: the config's names become a method, a model, data and a device, and what cannot work is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fednorm import models
+from fednorm.batches import UNION, Batches
+from fednorm.config import RunConfig
+from fednorm.data import load_dataset, make_federation
+from fednorm.data.augment import parse as parse_augmentation
+from fednorm.data.federation import Federation
+from fednorm.errors import CheckpointError, ConfigError
+from fednorm.expression import parse_term
+from fednorm.method import Method, Phase
+from fednorm.optim import Optimizer, optimizer
+from fednorm.pieces.weights import by_size, uniform
+from fednorm.prepare import Prepared, prepare
+from fednorm.probes import Probe, find_probes
+from fednorm.registry import parse
+from fednorm.schedule import lr_factor
+from fednorm.server import Schema
+from fednorm.state import Kind, Tree, entries
+from fednorm.store import load_tree
+from fednorm.tasks import Task, make_task
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an engine needs; a function of the config and the data alone."""
+
+    config: RunConfig
+    method: Method
+    prepared: Prepared
+    federation: Federation
+    batches: Batches
+    task: Task
+    optimizer: Optimizer
+    device: torch.device
+    probes: tuple[Probe, ...]
+
+    @property
+    def cohort_size(self) -> int:
+        available = len(self.federation.training_clients)
+        return min(self.config.clients_per_round or available, available)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return self.method.phases + self.method.finish
+
+    def schema(self, phase: Phase) -> Schema:
+        return self.prepared.schema(phase, self.optimizer)
+
+    def initial(self) -> Tree:
+        """The server's first state; entries of the optimizer start at zero where the server keeps them."""
+        tree = {key: value.to(self.device) for key, value in self.prepared.initial.items()}
+        for phase in self.phases:
+            for key, (entry, _) in self.schema(phase).items():
+                if entry.kind is Kind.OPTIMIZER:
+                    tree[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=self.device)
+        return tree
+
+    def num_steps(self, client: int, phase: Phase) -> int:
+        """Steps a client takes in a phase."""
+        unit, amount = self.config.local_work() if phase.work == "local" else ("epochs", 1)
+        return amount if unit == "steps" else amount * self.batches.per_epoch(client)
+
+    def numbers(self, phase: Phase, round: int) -> dict[str, float]:
+        """The numbers of a client's training in a round."""
+        train = self.config.train
+        lr = train.lr * lr_factor(train.schedule, round, self.config.rounds)
+        shared = {"lr": lr, "momentum": train.momentum, "weight_decay": train.weight_decay}
+        return {**shared, **phase.rule.numbers}
+
+
+def make_plan(
+    config: RunConfig,
+    *,
+    model: nn.Module | None = None,
+    federation: Federation | None = None,
+    method: Method | None = None,
+    task: Task | None = None,
+) -> Plan:
+    """Resolve a config; a model, data, method or task given as an object takes the place of the config's name."""
+    method = with_weights(method or parse(config.method), config.train.weights)
+    lr_factor(config.train.schedule, 1, config.rounds)
+    parse_augmentation(config.train.augment)
+    device = find_device(config.engine.device)
+    dtype = getattr(torch, config.train.dtype)
+    federation = federation or build_federation(config)
+    if config.clients_per_round and config.clients_per_round > len(federation.training_clients):
+        raise ConfigError(
+            f"clients_per_round={config.clients_per_round} but only {len(federation.training_clients)} clients train; "
+            "give at most that many"
+        )
+    network = (model or build_model(config, federation)).to(dtype)
+    if config.init:
+        load_initial(network, load_tree_of(config.init), config.init)
+    name = f"model '{config.model}'" if model is None else f"the given {type(model).__name__}"
+    prepared = prepare(network.cpu(), method, allow_noop=config.allow_noop, name=name)
+    prepared.model.to(device)
+    _check_batch_size(config, method, prepared)
+    cohort = min(config.clients_per_round or len(federation.training_clients), len(federation.training_clients))
+    federation = replace(
+        federation,
+        x=federation.x.to(device),
+        y=federation.y.to(device),
+        test_x=federation.test_x.to(device),
+        test_y=federation.test_y.to(device),
+    )
+    batches = Batches(
+        federation=federation,
+        seed=config.seed,
+        batch_size=config.train.batch_size,
+        union_batch_size=config.train.batch_size * cohort,
+        augmentation=config.train.augment,
+        val_fraction=config.data.val_fraction,
+        dtype=dtype,
+    )
+    for client in (UNION,) if method.data == "union" else federation.training_clients:
+        if len(batches.rows(client)) == 0:
+            raise ConfigError(f"client {client} has no training examples left; lower data.val_fraction")
+    return Plan(
+        config=config,
+        method=method,
+        prepared=prepared,
+        federation=federation,
+        batches=batches,
+        task=task or make_task("segmentation" if federation.y.dim() > 1 else "classification", federation.num_classes),
+        optimizer=optimizer(config.train.optimizer, config.train.momentum),
+        device=device,
+        probes=find_probes(config.eval.probes),
+    )
+
+
+def with_weights(method: Method, weights: str) -> Method:
+    """The method with `uniform` where it would weigh by size; weights a method sets itself stay."""
+    if weights != "uniform":
+        return method
+
+    def change(phase: Phase) -> Phase:
+        swapped = {kind: uniform if weigh is by_size else weigh for kind, weigh in phase.weigh.items()}
+        return replace(phase, weigh=swapped)
+
+    return method.map_phases(change)
+
+
+def find_device(name: str) -> torch.device:
+    """The torch device for `auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device '{name}' is not known; give auto, cpu, cuda, cuda:1 or mps") from None
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(device.type, False) or (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise ConfigError(f"device '{name}' is not available on this machine; give auto or cpu")
+    return device
+
+
+def build_federation(config: RunConfig) -> Federation:
+    """The federation the config's data section describes."""
+    data = config.data
+    term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
+    return make_federation(
+        load_dataset(data.name, data.dir),
+        term.name,
+        data.clients,
+        seed=config.seed,
+        unseen=data.unseen,
+        min_size=data.min_size,
+        train_limit=data.train_limit,
+        **term.options,
+    )
+
+
+def build_model(config: RunConfig, federation: Federation) -> nn.Module:
+    """The model the config names, for the data's channels, size and classes."""
+    term = parse_term(config.model, "model", "resnet20(shortcut=B)")
+    return models.build(
+        term.name,
+        num_classes=federation.num_classes,
+        in_channels=federation.in_channels,
+        image_size=int(federation.x.shape[-1]),
+        seed=config.seed,
+        **term.options,
+    )
+
+
+def load_tree_of(path: str) -> Tree:
+    from pathlib import Path
+
+    return load_tree(Path(path))
+
+
+def load_initial(model: nn.Module, tree: Mapping[str, Any], source: str) -> None:
+    """Load a pretrained checkpoint; every entry must be there, with its shape."""
+    for entry in entries(model):
+        if entry.key not in tree:
+            raise CheckpointError(
+                f"'{source}' does not fit the model: it has no '{entry.key}'; give a checkpoint of this model"
+            )
+        if tuple(tree[entry.key].shape) != entry.shape:
+            raise CheckpointError(
+                f"'{source}' does not fit the model: '{entry.key}' has shape {tuple(tree[entry.key].shape)}, "
+                f"expected {entry.shape}; give a checkpoint of this model and number of classes"
+            )
+    model.load_state_dict({key: tree[key] for key in model.state_dict() if key in tree}, strict=False)
+
+
+def _check_batch_size(config: RunConfig, method: Method, prepared: Prepared) -> None:
+    uses_batch = any(entry.batch_norm for entry in prepared.entries)
+    if config.train.batch_size == 1 and uses_batch and method.data == "each":
+        raise ConfigError(
+            "train.batch_size=1 cannot train BatchNorm, which needs statistics of at least 2 examples; "
+            "use a larger batch, or a method without batch statistics such as fedavg+gn"
+        )

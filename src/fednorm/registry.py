@@ -1,0 +1,122 @@
+"""Methods by name: `register` adds one, `parse` reads an expression such as `fixbn(at=0.5)+local-momentum`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args, get_type_hints
+
+from fednorm.errors import ConfigError, unknown
+from fednorm.expression import NAME, Term, parse_terms
+from fednorm.method import Method, Part
+
+Factory = Callable[..., Part]
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """What the registry knows about a name."""
+
+    name: str
+    paper: str
+    summary: str
+    make: Factory
+    reconstruction: bool = False
+    """True where the source is not complete enough to claim a reproduction."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {name: p.default for name, p in inspect.signature(self.make).parameters.items()}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return parse(self.name).needs
+
+
+_REGISTRY: dict[str, MethodInfo] = {}
+
+
+def register(name: str, *, paper: str, summary: str, reconstruction: bool = False) -> Callable[[Factory], Factory]:
+    """Make a function that returns a `Part` available under a name; its keyword arguments are the options."""
+
+    def add(make: Factory) -> Factory:
+        if name in _REGISTRY:
+            raise ConfigError(f"method '{name}' is registered already; choose another name")
+        if not re.fullmatch(NAME, name):
+            raise ConfigError(f"method name '{name}' is not usable; expected letters, digits, '-' and '_'")
+        _REGISTRY[name] = MethodInfo(name, paper, summary, make, reconstruction)
+        return make
+
+    return add
+
+
+def registry() -> Mapping[str, MethodInfo]:
+    """All registered methods by name."""
+    import fednorm.methods  # noqa: F401  registers the built-in ones
+
+    return dict(sorted(_REGISTRY.items()))
+
+
+_EXAMPLE = "fixbn(at=0.5)+local-momentum"
+
+
+def parse(expression: str | Method) -> Method:
+    """The method an expression describes: parts joined by `+`, each with optional arguments.
+
+    >>> parse("fedprox(mu=0.1)+gn").name
+    'fedprox(mu=0.1)+gn'
+    """
+    if isinstance(expression, Method):
+        return expression
+    known = registry()
+    method = Method()
+    claimed: dict[str, str] = {}
+    for term in parse_terms(expression, "method", _EXAMPLE):
+        if term.name not in known:
+            raise unknown("method", term.name, known, "fednorm methods")
+        made = known[term.name].make(**checked_options(term, known[term.name].make))
+        part = replace(made, label=str(term))
+        for claim in sorted(part.claims):
+            if claim in claimed:
+                raise ConfigError(
+                    f"'{claimed[claim]}' and '{part.label}' cannot be combined: "
+                    f"both decide {_in_words(claim)}; keep one"
+                )
+            claimed[claim] = part.label
+        method = part.change(method)
+        method = replace(method, parts=(*method.parts, part))
+    return replace(method, name="+".join(part.label for part in method.parts))
+
+
+def _in_words(claim: str) -> str:
+    subject, _, detail = claim.partition(":")
+    return f"the {subject} of {detail}" if detail else f"the {subject}"
+
+
+def checked_options(term: Term, make: Factory) -> dict[str, Any]:
+    """The options of a term, each known to the factory and of the type its signature states."""
+    hints = get_type_hints(make)
+    known = inspect.signature(make).parameters
+    values: dict[str, Any] = {}
+    for key, value in term.options.items():
+        if key not in known:
+            if not known:
+                raise ConfigError(f"'{term.name}' takes no options but was given '{key}'; write just '{term.name}'")
+            raise unknown(f"option of '{term.name}'", key, known)
+        hint = hints[key]
+        options = get_args(hint) or (hint,)
+        if float in options and int not in options and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not any(_fits(value, option) for option in options):
+            expected = " or ".join(option.__name__ if isinstance(option, type) else repr(option) for option in options)
+            raise ConfigError(f"'{term}': {value!r} does not fit; {key} takes {expected}")
+        values[key] = value
+    return values
+
+
+def _fits(value: Any, option: Any) -> bool:
+    if not isinstance(option, type):
+        return value == option
+    return isinstance(value, option) and (option is bool or not isinstance(value, bool))

@@ -1,0 +1,101 @@
+"""Counter-based randomness: every draw is a pure function of its key.
+
+There is no generator state to save, to share or to get out of step: the same key gives the same numbers on CPU, on
+CUDA, inside `torch.vmap`, after a restart, and whatever was drawn before. The hash is SplitMix64's finaliser on int64
+tensors, whose wrap-around arithmetic is the same on every device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MUL1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MUL2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts int64 arithmetically; the hash needs a logical shift
+
+
+def _scramble(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MUL1
+    x = (x ^ _shift(x, 27)) * _MUL2
+    return x ^ _shift(x, 31)
+
+
+_MASK = (1 << 64) - 1
+
+
+def _scramble_int(x: int) -> int:
+    x = (x ^ (x >> 30)) * _MUL1 & _MASK
+    x = (x ^ (x >> 27)) * _MUL2 & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _number(word: int | str) -> int:
+    if isinstance(word, str):
+        return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+    return word & _MASK
+
+
+def key(*words: int | str | Tensor) -> Tensor:
+    """Fold words into one 64-bit key; tensors broadcast, so a whole axis of clients is keyed at once.
+
+    >>> key(0, "batch", 3).item() == key(0, "batch", torch.tensor(3)).item() != key(0, "batch", 4).item()
+    True
+    """
+    state: int | Tensor = 0
+    for word in words:
+        if isinstance(word, Tensor):
+            mixed: int | Tensor = _scramble(word.to(torch.int64) + _GOLDEN)
+        else:  # plain numbers stay plain: fifty small tensor operations would cost more than a small model's step
+            mixed = _scramble_int(_number(word) + _GOLDEN & _MASK)
+        if isinstance(state, int) and isinstance(mixed, int):
+            state = _scramble_int((state ^ mixed) + _GOLDEN & _MASK)
+        else:
+            left = _signed(state) if isinstance(state, int) else state
+            right = _signed(mixed) if isinstance(mixed, int) else mixed
+            state = _scramble((left ^ right) + _GOLDEN)  # type: ignore[arg-type]
+    return torch.tensor(_signed(state), dtype=torch.int64) if isinstance(state, int) else state
+
+
+def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Independent 64-bit words, one for each position of `shape`."""
+    count = 1
+    for size in shape:
+        count *= size
+    counter = torch.arange(1, count + 1, dtype=torch.int64, device=key.device) * _GOLDEN
+    return _scramble(_scramble(counter + key) ^ key).reshape(tuple(shape))
+
+
+def uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Float32 numbers in [0, 1), exact multiples of 2^-24 and therefore equal on every device."""
+    return _shift(bits(key, shape), 40).to(torch.float32) * 2.0**-24
+
+
+def integers(key: Tensor, high: int, shape: Sequence[int]) -> Tensor:
+    """Integers in [0, high); the bias of the modulus is below high / 2^63."""
+    return _shift(bits(key, shape), 1) % high
+
+
+def permutation(key: Tensor, count: int) -> Tensor:
+    """A random order of 0..count-1.
+
+    >>> sorted(permutation(key(7), 5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    return torch.argsort(bits(key, (count,)), stable=True)
+
+
+def as_seed(key: Tensor) -> int:
+    """A key as a non-negative integer, for host-side generators such as `numpy.random.default_rng`."""
+    return int(key.item()) & ((1 << 63) - 1)

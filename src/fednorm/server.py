@@ -1,0 +1,92 @@
+"""The server's part of an exchange: refuse what cannot be used, merge the rest in client-id order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fednorm.errors import ConfigError
+from fednorm.method import Phase
+from fednorm.pieces.weights import Report
+from fednorm.state import Entry, Kind, Policy, Tree
+
+Schema = Mapping[str, tuple[Entry, Policy]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """All that a client sends: its report, the entries to merge, and those the server keeps per client."""
+
+    report: Report
+    shared: Tree
+    reported: Tree = field(default_factory=dict)
+
+    @property
+    def client(self) -> int:
+        return self.report.client
+
+
+def keys_with(schema: Schema, *policies: Policy) -> list[str]:
+    """Keys of the entries that have one of the policies."""
+    return [key for key, (_, policy) in schema.items() if policy in policies]
+
+
+def flaw(update: Update, schema: Schema) -> str | None:
+    """Why an update cannot be used, or None: wrong keys, shapes or types, values that are not finite or impossible."""
+    expected = set(keys_with(schema, Policy.SHARED))
+    for key in sorted(expected ^ update.shared.keys()):
+        return f"'{key}' is {'missing' if key in expected else 'not expected'}"
+    for key, tensor in update.shared.items():
+        entry = schema[key][0]
+        if tuple(tensor.shape) != entry.shape:
+            return f"'{key}' has shape {tuple(tensor.shape)}, expected {entry.shape}"
+        if tensor.dtype != entry.dtype:
+            return f"'{key}' has type {tensor.dtype}, expected {entry.dtype}"
+    if not isinstance(update.report.num_examples, int) or update.report.num_examples < 1:
+        return f"its number of examples is {update.report.num_examples!r}, expected a whole number above 0"
+    # One question to the device for all tensors; which one is at fault is asked only when something is.
+    healthy = {key: _is_healthy(tensor, schema[key][0]) for key, tensor in update.shared.items()}
+    if healthy and not bool(torch.stack(list(healthy.values())).all()):
+        bad = next(key for key, fine in healthy.items() if not bool(fine))
+        what = "is not finite" if not bool(torch.isfinite(update.shared[bad]).all()) else "is negative"
+        return f"'{bad}' {what}"
+    return None
+
+
+def _is_healthy(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    if entry.kind is Kind.COUNTER:
+        return (tensor >= 0).all()
+    if entry.kind is Kind.STATISTIC and entry.part in ("running_var", "running_std"):
+        return (torch.isfinite(tensor) & (tensor >= 0)).all()
+    return torch.isfinite(tensor).all()
+
+
+def merge_updates(
+    phase: Phase, server: Tree, updates: Sequence[Update], schema: Schema, memory: Tree
+) -> tuple[Tree, Tree]:
+    """The server's next state and memory: shared entries merged a layer and a kind at a time, all others kept.
+
+    Updates are sorted by client id first, so their order of arrival cannot change a bit.
+    """
+    if not updates:
+        raise ConfigError("there are no updates to merge; at least one client must take part")
+    updates = sorted(updates, key=lambda update: update.client)
+    reports = [update.report for update in updates]
+    weights = {kind: phase.weigh[kind](reports) for kind in Kind}
+    groups: dict[tuple[str, Kind], list[Entry]] = defaultdict(list)
+    for key in keys_with(schema, Policy.SHARED):
+        entry = schema[key][0]
+        groups[entry.layer, entry.kind].append(entry)
+    merged, remembered = dict(server), dict(memory)
+    for (layer, kind), group in groups.items():
+        old = {entry.part: server[entry.key] for entry in group}
+        stack = [{entry.part: update.shared[entry.key] for entry in group} for update in updates]
+        prefix = f"{layer}|{kind}|"
+        mine = {key.removeprefix(prefix): value for key, value in memory.items() if key.startswith(prefix)}
+        new, mine = phase.merge[kind](old, stack, weights[kind], mine)
+        merged |= {entry.key: new[entry.part] for entry in group}
+        remembered |= {prefix + key: value for key, value in mine.items()}
+    return merged, remembered
