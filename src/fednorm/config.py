@@ -241,3 +241,19 @@ def all_fields(cls: type[Any] = RunConfig, prefix: str = "") -> list[str]:
         nested = isinstance(hint, type) and is_dataclass(hint)
         names += all_fields(hint, f"{prefix}{f.name}.") if nested else [f"{prefix}{f.name}"]
     return names
+
+
+def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> str:
+    """The fields in which two configs differ, for an error.
+
+    >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
+    'a.b was 1, is 3'
+    """
+    found = []
+    for key in sorted(stored.keys() | wanted.keys()):
+        old, new = stored.get(key), wanted.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found.append(differences(old, new, f"{prefix}{key}."))
+        elif old != new:
+            found.append(f"{prefix}{key} was {old}, is {new}")
+    return "; ".join(filter(None, found))

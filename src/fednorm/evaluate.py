@@ -9,15 +9,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from fednorm.engines.base import start_state
+from fednorm.engines.base import start_state, step_spec
 from fednorm.method import Phase
+from fednorm.newcomer import reestimated, tracked
 from fednorm.pieces.merges import maximum, mean
 from fednorm.plan import Plan
 from fednorm.server import keys_with
@@ -26,20 +27,30 @@ from fednorm.store import Store
 from fednorm.tasks import Sums
 
 Scores = dict[str, dict[str, Any]]
+Adapt = Callable[[Tree, Tensor], Tree]
 
 
-def test_sums(plan: Plan, state: Tree, pool: tuple[Tensor, Tensor], rows: Tensor | None = None) -> Sums:
-    """The task's sums of a model on some rows of a pool (test or training), or on all of it."""
+def score_rows(
+    plan: Plan, state: Tree, pool: tuple[Tensor, Tensor], rows: Tensor | None = None, adapt: Adapt | None = None
+) -> Sums:
+    """The task's sums of a model on some rows of a pool (test or training), or on all of it.
+
+    `adapt` may move the state before each batch, which then has the size of a training batch.
+    """
     x, y = pool
     count = len(x) if rows is None else len(rows)
+    size = plan.config.train.batch_size if adapt else plan.config.eval.chunk
     total: Sums = {}
     state = {key: state[key] for key in plan.prepared.facts.entries}
     model = plan.prepared.model.eval()
     with torch.no_grad():
-        for start in range(0, count, plan.config.eval.chunk):
-            stop = min(count, start + plan.config.eval.chunk)
+        for start in range(0, count, size):
+            stop = min(count, start + size)
             part: Any = slice(start, stop) if rows is None else rows[start:stop].to(x.device)
-            output = functional_call(model, state, (plan.batches.inputs(x[part]),))
+            inputs = plan.batches.inputs(x[part])
+            if adapt and stop - start > 1:
+                state = adapt(state, inputs)
+            output = functional_call(model, state, (inputs,))
             for name, value in plan.task.score(output, y[part]).items():
                 total[name] = total[name] + value if name in total else value
     return total
@@ -80,11 +91,15 @@ def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:
         return client_model(plan, phase, server, store, client, average) if personal else newcomer
 
     def mean_over(
-        clients: Sequence[int], pool: tuple[Tensor, Tensor], rows: Sequence[Tensor], model: Any
+        clients: Sequence[int],
+        pool: tuple[Tensor, Tensor],
+        rows: Sequence[Tensor],
+        model: Callable[[int], Tree],
+        adapt: Adapt | None = None,
     ) -> dict[str, Any]:
         metric = plan.task.metric
         scores = {
-            client: plan.task.summary(test_sums(plan, model(client), pool, own))[metric]
+            client: plan.task.summary(score_rows(plan, model(client), pool, own, adapt))[metric]
             for client, own in zip(clients, rows, strict=True)
             if len(own)
         }
@@ -99,16 +114,25 @@ def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:
         result["pooled"]["how"] = "mean over the clients' own models"
     else:
         how = "averaged local state" if average else "global model"
-        result["pooled"] = {**plan.task.summary(test_sums(plan, newcomer, test)), "how": how}
+        result["pooled"] = {**plan.task.summary(score_rows(plan, newcomer, test)), "how": how}
     if federation.domains:
-        sums = {name: test_sums(plan, newcomer, test, rows) for name, rows in federation.domains.items()}
+        sums = {name: score_rows(plan, newcomer, test, rows) for name, rows in federation.domains.items()}
         scores = {name: plan.task.summary(each)[plan.task.metric] for name, each in sums.items()}
         result["domains"] = {plan.task.metric: sum(scores.values()) / len(scores), "per_domain": scores}
     if any(len(federation.own_test[c]) for c in trained):
         result["own_client"] = mean_over(trained, test, [federation.own_test[c] for c in trained], model_of)
     unseen = sorted(federation.unseen)
     if any(len(federation.own_test[c]) for c in unseen):
-        result["unseen"] = mean_over(unseen, test, [federation.own_test[c] for c in unseen], lambda client: newcomer)
+        rule = plan.method.newcomer
+        spec = step_spec(plan, phase, probing=False)
+        result["unseen"] = mean_over(
+            unseen,
+            test,
+            [federation.own_test[c] for c in unseen],
+            lambda c: reestimated(plan, phase, newcomer, c) if rule.rule == "reestimate" else newcomer,
+            (lambda state, x: tracked(spec, state, x, rule.momentum)) if rule.rule == "track" else None,
+        )
+        result["unseen"]["how"] = rule.rule
     if plan.config.data.val_fraction:
         held = [plan.batches.split(c)[1] for c in trained]
         result["validation"] = mean_over(trained, (federation.x, federation.y), held, model_of)

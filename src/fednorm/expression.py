@@ -62,6 +62,8 @@ def _options(term: str, text: str, example: str) -> dict[str, Any]:
         key, equals, raw = (piece.strip() for piece in item.partition("="))
         if not equals:
             raise ConfigError(f"'{term}' has '{item}' where NAME=VALUE was expected, as in {example}")
+        if key in options:
+            raise ConfigError(f"'{term}' gives '{key}' twice; keep one")
         options[key] = literal(raw)
     return options
 
@@ -77,5 +79,5 @@ def literal(raw: str) -> Any:
         return words[raw.lower()]
     try:
         return ast.literal_eval(raw)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that literal_eval can raise
         return raw

@@ -37,6 +37,9 @@ Term = Callable[[Tree, Tree, Numbers], Tensor]
 Transform = Callable[[Tree, Tree, Numbers, Facts], Tree]
 """(gradients, parameters, numbers, facts) -> gradients."""
 
+Measure = Callable[[Tree, Tree, Facts], Tensor]
+"""(state at the end of a client's work, state at its start, facts) -> a scalar the client reports."""
+
 Scale = Callable[[nn.Module], Mapping[str, float]]
 """model -> factors on the learning rate by key."""
 
@@ -63,8 +66,8 @@ FEDAVG: Mapping[Kind, Policy] = MappingProxyType(
         Kind.EXTRA: Policy.SHARED,
     }
 )
-BY_SIZE: Mapping[Kind, Weigh] = MappingProxyType({kind: by_size for kind in Kind})
-MEAN: Mapping[Kind, Merge] = MappingProxyType({kind: mean for kind in Kind} | {Kind.COUNTER: maximum})
+BY_SIZE: Mapping[Kind, Weigh] = MappingProxyType(dict.fromkeys(Kind, by_size))
+MEAN: Mapping[Kind, Merge] = MappingProxyType(dict.fromkeys(Kind, mean) | {Kind.COUNTER: maximum})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +80,18 @@ class Phase:
     policy: Mapping[Kind, Policy] = field(default_factory=lambda: FEDAVG)
     weigh: Mapping[Kind, Weigh] = field(default_factory=lambda: BY_SIZE)
     merge: Mapping[Kind, Merge] = field(default_factory=lambda: MEAN)
-    work: Literal["local", "epoch"] = "local"
-    """`local`: the configured local steps or epochs; `epoch`: one pass over the client's data."""
+    work: Literal["local", "epoch", "batch"] = "local"
+    """`local`: the configured local steps or epochs; `epoch`: one pass over the client's data; `batch`: one step."""
+    union: bool = False
+    """Whether the phase sees everybody's data as one client's: no federation could do it, a study may."""
     advances: bool = True
     """Whether the phase uses up the client's batches, or looks at those the next phase will see."""
+    lockstep: int = 0
+    """How many first steps the cohort takes together, with a mean over the clients inside the model."""
+    fresh_after_lockstep: bool = False
+    """Whether the optimizer starts anew after the steps in lock-step."""
+    measures: Mapping[str, Measure] = field(default_factory=dict)
+    """Scalars each client reports of its work."""
 
     def policy_of(self, entry: Entry) -> Policy:
         """The policy of an entry. The affine of norms without batch statistics (GN, LN) goes with the weights."""
@@ -108,6 +119,17 @@ def stay(memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple
     return memory, 0
 
 
+@dataclass(frozen=True)
+class Newcomer:
+    """The statistics of a client that never trained; where training clients keep some local, it has their average.
+
+    `given`: as they are; `reestimate`: taken anew from its own unlabelled data; `track`: moved by each test batch.
+    """
+
+    rule: Literal["given", "reestimate", "track"] = "given"
+    momentum: float = 0.1
+
+
 Change = Callable[["Method"], "Method"]
 
 
@@ -133,10 +155,12 @@ class Method:
     stages: tuple[tuple[Phase, ...], ...] = ((Phase(),),)
     switch: Switch = stay
     finish: tuple[Phase, ...] = ()
-    unseen: Literal["average", "reestimate"] = "average"
-    """What a client that never trained uses where training clients have local state."""
+    """Exchanges with all clients after the last round."""
+    query: Phase | None = None
+    """An exchange with all clients before every test, for statistics that training neither makes nor sees."""
+    newcomer: Newcomer = field(default_factory=lambda: Newcomer())
+    """How a client that never trained gets its statistics."""
     parts: tuple[Part, ...] = ()
-    extra_needs: frozenset[str] = frozenset()
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -144,9 +168,19 @@ class Method:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What an engine must offer: `client_state` for local state that outlives a round, and what parts ask for."""
+        """What an engine must offer: `client_state` that outlives a round, a cohort that steps in `lockstep`."""
         local = any(policy is Policy.LOCAL for phase in self.phases for policy in phase.policy.values())
-        return self.extra_needs | ({"client_state"} if local and self.data == "each" else set())
+        lockstep = any(phase.lockstep for phase in self.phases)
+        needs = {"client_state": local and self.data == "each", "lockstep": lockstep}
+        return frozenset(need for need, needed in needs.items() if needed)
+
+    def tested(self, stage: int) -> Phase:
+        """The last phase of a stage, with what the query fills counted as shared: what a tested model consists of."""
+        phase = self.stages[stage][-1]
+        if self.query is None:
+            return phase
+        filled = {kind: policy for kind, policy in self.query.policy.items() if policy is Policy.SHARED}
+        return replace(phase, policy={**phase.policy, **filled})
 
     def map_phases(self, change: Callable[[Phase], Phase]) -> Method:
         """The same method with every phase of every stage changed."""

@@ -22,7 +22,7 @@ Factors = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`buffers` names the tensors kept per parameter; `update` is (params, grads, buffers, numbers, factors) -> both."""
+    """`buffers` names the tensors kept per parameter; `update` maps (params, grads, buffers, ...) to new ones."""
 
     name: str
     buffers: tuple[str, ...]

@@ -17,6 +17,7 @@ from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.federation import Federation
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.expression import parse_term
+from fednorm.layers.scheduled import set_total_steps
 from fednorm.method import Method, Phase
 from fednorm.optim import Optimizer, optimizer
 from fednorm.pieces.weights import by_size, uniform
@@ -25,7 +26,7 @@ from fednorm.probes import Probe, find_probes
 from fednorm.registry import parse
 from fednorm.schedule import lr_factor
 from fednorm.server import Schema
-from fednorm.state import Kind, Tree, entries
+from fednorm.state import Kind, Policy, Tree, entries
 from fednorm.store import load_tree
 from fednorm.tasks import Task, make_task
 
@@ -51,7 +52,8 @@ class Plan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        return self.method.phases + self.method.finish
+        query = (self.method.query,) if self.method.query else ()
+        return self.method.phases + self.method.finish + query
 
     def schema(self, phase: Phase) -> Schema:
         return self.prepared.schema(phase, self.optimizer)
@@ -60,14 +62,15 @@ class Plan:
         """The server's first state; entries of the optimizer start at zero where the server keeps them."""
         tree = {key: value.to(self.device) for key, value in self.prepared.initial.items()}
         for phase in self.phases:
-            for key, (entry, _) in self.schema(phase).items():
-                if entry.kind is Kind.OPTIMIZER:
+            for key, (entry, policy) in self.schema(phase).items():
+                if entry.kind is Kind.OPTIMIZER and policy in (Policy.SHARED, Policy.FROZEN):
                     tree[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=self.device)
         return tree
 
     def num_steps(self, client: int, phase: Phase) -> int:
         """Steps a client takes in a phase."""
-        unit, amount = self.config.local_work() if phase.work == "local" else ("epochs", 1)
+        fixed = {"epoch": ("epochs", 1), "batch": ("steps", 1)}
+        unit, amount = fixed[phase.work] if phase.work in fixed else self.config.local_work()
         return amount if unit == "steps" else amount * self.batches.per_epoch(client)
 
     def numbers(self, phase: Phase, round: int) -> dict[str, float]:
@@ -122,20 +125,34 @@ def make_plan(
         val_fraction=config.data.val_fraction,
         dtype=dtype,
     )
+    set_total_steps(prepared.model, config.rounds * _typical_steps(config, batches, method))
     for client in (UNION,) if method.data == "union" else federation.training_clients:
         if len(batches.rows(client)) == 0:
             raise ConfigError(f"client {client} has no training examples left; lower data.val_fraction")
+    if config.data.val_fraction and not any(len(batches.split(client)[1]) for client in federation.training_clients):
+        raise ConfigError(
+            f"data.val_fraction={config.data.val_fraction} sets no example of any client aside; give a larger share"
+        )
     return Plan(
         config=config,
         method=method,
         prepared=prepared,
         federation=federation,
         batches=batches,
-        task=task or make_task("segmentation" if federation.y.dim() > 1 else "classification", federation.num_classes),
+        task=task or make_task(federation.task, federation.num_classes, federation.ignore_index),
         optimizer=optimizer(config.train.optimizer, config.train.momentum),
         device=device,
         probes=find_probes(config.eval.probes),
     )
+
+
+def _typical_steps(config: RunConfig, batches: Batches, method: Method) -> int:
+    """Steps of an average client in a round, for layers whose schedule spans the training."""
+    unit, amount = config.local_work()
+    if unit == "steps":
+        return amount
+    clients = (UNION,) if method.data == "union" else batches.federation.training_clients
+    return max(1, round(amount * sum(batches.per_epoch(client) for client in clients) / len(clients)))
 
 
 def with_weights(method: Method, weights: str) -> Method:

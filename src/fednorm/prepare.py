@@ -15,6 +15,8 @@ from fednorm.optim import Optimizer
 from fednorm.pieces.surgery import key_dropout
 from fednorm.state import Entry, Kind, Policy, Tree, entries, model_state
 
+_SURGERY_DONE = "_fednorm_surgery_done"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -50,24 +52,42 @@ def prepare(model: nn.Module, method: Method, *, allow_noop: bool = False, name:
         model, report = surgery(model)
         notes += report.notes
         if report.changed == 0 and not allow_noop:
-            raise ConfigError(_noop(method, part, name, "replace"))
+            raise ConfigError(_noop(method, part, name, f"{report.target} to work on"))
     model, report = key_dropout(model)
     notes += report.notes
-    listing = entries(model)
+    facts = facts_of(model)
+    listing = list(facts.entries.values())
     if not any(entry.trainable for entry in listing):
         raise ConfigError(f"{name} has no trainable parameters; nothing can be learned")
-    for part in method.parts:
-        kinds = {entry.kind for entry in listing if entry.batch_norm}
-        if part.acts_on and not part.acts_on & kinds and not allow_noop:
-            raise ConfigError(_noop(method, part.label, name, "act on"))
-    facts = Facts({entry.key: entry for entry in listing}, _head(model, listing))
+    if not allow_noop:
+        refuse_noop(method, facts, name)
+    model.__dict__[_SURGERY_DONE] = tuple(part for part, _ in method.surgery)
     return Prepared(method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes))
 
 
-def _noop(method: Method, label: str, name: str, verb: str) -> str:
+def surgery_done(model: nn.Module) -> tuple[str, ...] | None:
+    """The parts whose surgery `prepare` did on this model, or on the one it was copied from; None if it did none."""
+    return model.__dict__.get(_SURGERY_DONE)
+
+
+def facts_of(model: nn.Module) -> Facts:
+    """What pieces may know about a model whose surgery is done."""
+    listing = entries(model)
+    return Facts({entry.key: entry for entry in listing}, _head(model, listing))
+
+
+def refuse_noop(method: Method, facts: Facts, name: str) -> None:
+    """Refuse a method with a part that has nothing to act on."""
+    kinds = {entry.kind for entry in facts.entries.values() if entry.batch_norm}
+    for part in method.parts:
+        if part.acts_on and not part.acts_on & kinds:
+            raise ConfigError(_noop(method, part.label, name, "BatchNorm layer to act on"))
+
+
+def _noop(method: Method, label: str, name: str, target: str) -> str:
     rest = "+".join(part.label for part in method.parts if part.label != label) or "fedavg"
     return (
-        f"'{label}' finds no BatchNorm layer to {verb} in {name} and would equal '{rest}'; "
+        f"'{label}' finds no {target} in {name} and would equal '{rest}'; "
         f"use '{rest}', another model, or --allow-noop to run it all the same"
     )
 

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from fednorm.errors import ConfigError, unknown
 from fednorm.expression import NAME, Term, parse_terms
 from fednorm.method import Method, Part
+from fednorm.state import Kind, Policy
 
 Factory = Callable[..., Part]
 
@@ -86,8 +87,28 @@ def parse(expression: str | Method) -> Method:
                 )
             claimed[claim] = part.label
         method = part.change(method)
-        method = replace(method, parts=(*method.parts, part))
-    return replace(method, name="+".join(part.label for part in method.parts))
+        surgery = tuple((owner or part.label, operation) for owner, operation in method.surgery)
+        method = replace(method, surgery=surgery, parts=(*method.parts, part))
+    method = replace(method, name="+".join(part.label for part in method.parts))
+    refuse_contradictions(method)
+    return method
+
+
+def refuse_contradictions(method: Method) -> None:
+    """Refuse combinations whose parts claim nothing twice and still cannot work together."""
+    last = method.stages[-1][-1]
+    local = {kind for kind, policy in last.policy.items() if policy is Policy.LOCAL and kind is not Kind.OPTIMIZER}
+    if method.data == "union" and (local or "lockstep" in method.needs):
+        raise ConfigError(
+            f"'{method.name}' cannot work: centralized training has no clients that could keep state or step "
+            "together; leave out centralized or the other part"
+        )
+    for phase in (*method.finish, *([method.query] if method.query else [])):
+        for kind in sorted(local & {kind for kind, policy in phase.policy.items() if policy is Policy.SHARED}):
+            raise ConfigError(
+                f"'{method.name}' cannot work: its last exchange would average the {kind} that clients keep local; "
+                "leave one of the two parts out"
+            )
 
 
 def _in_words(claim: str) -> str:

@@ -138,6 +138,6 @@ def cell_text(cell: Mapping[str, Any] | None) -> str:
     """A cell of the table as text.
 
     >>> cell_text({"mean": 54.25, "std": 1.04, "n": 2}), cell_text(None)
-    ('54.2 ± 1.0', '–')
+    ('54.2 ± 1.0', '-')
     """
-    return str(Spread(cell["mean"], cell["std"], cell["n"])) if cell else "–"
+    return str(Spread(cell["mean"], cell["std"], cell["n"])) if cell else "-"

@@ -75,18 +75,25 @@ def merge_updates(
         raise ConfigError("there are no updates to merge; at least one client must take part")
     updates = sorted(updates, key=lambda update: update.client)
     reports = [update.report for update in updates]
-    weights = {kind: phase.weigh[kind](reports) for kind in Kind}
-    groups: dict[tuple[str, Kind], list[Entry]] = defaultdict(list)
+    groups: dict[Kind, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for key in keys_with(schema, Policy.SHARED):
         entry = schema[key][0]
-        groups[entry.layer, entry.kind].append(entry)
+        groups[entry.kind][entry.layer].append(entry)
+    held: dict[str, Tree] = defaultdict(dict)
+    for key, value in memory.items():
+        place, _, name = key.rpartition("|")
+        held[place][name] = value
     merged, remembered = dict(server), dict(memory)
-    for (layer, kind), group in groups.items():
-        old = {entry.part: server[entry.key] for entry in group}
-        stack = [{entry.part: update.shared[entry.key] for entry in group} for update in updates]
-        prefix = f"{layer}|{kind}|"
-        mine = {key.removeprefix(prefix): value for key, value in memory.items() if key.startswith(prefix)}
-        new, mine = phase.merge[kind](old, stack, weights[kind], mine)
-        merged |= {entry.key: new[entry.part] for entry in group}
-        remembered |= {prefix + key: value for key, value in mine.items()}
+    for kind, layers in groups.items():
+        sent = [
+            {name: {entry.part: update.shared[entry.key] for entry in group} for name, group in layers.items()}
+            for update in updates
+        ]
+        weights = phase.weigh[kind](reports, sent)
+        for name, group in layers.items():
+            old = {entry.part: server[entry.key] for entry in group}
+            place = f"{phase.name}|{name}|{kind}"
+            new, mine = phase.merge[kind](old, [each[name] for each in sent], weights, held[place])
+            merged |= {entry.key: new[entry.part] for entry in group}
+            remembered |= {f"{place}|{key}": value for key, value in mine.items()}
     return merged, remembered

@@ -1,7 +1,7 @@
 """What a model's state consists of, decided by the type of the module that owns each entry.
 
 Names lie: torchvision calls a BatchNorm `downsample.1`, MobileNet numbers its layers, and a user may call anything
-`subnet`. So no rule here reads a name; the one that does, `kinds_by_name`, is for bare state dicts whose module is gone.
+`subnet`. So no rule here reads a name; the one that does, `kinds_by_name`, is for bare state dicts without a module.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _NORM_TYPES: dict[type[nn.Module], _Norm] = {
     nn.RMSNorm: _Norm(_AFFINE),
 }
 # Libraries we do not import define these as plain modules whose four tensors are buffers.
-_NORM_TYPE_NAMES = {name: _NORM_TYPES[_BatchNorm] for name in ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")}
+_NORM_TYPE_NAMES = dict.fromkeys(("FrozenBatchNorm2d", "FrozenBatchNormAct2d"), _NORM_TYPES[_BatchNorm])
 _NO_NORM = _Norm({})
 
 

@@ -48,6 +48,8 @@ class Store:
         self._changed: set[int] = set()
         with _disk(path):
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None)
+            if path:
+                path.chmod(0o600)  # a client's statistics are a fingerprint of its data
             self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _TABLES)
 
     def close(self) -> None:

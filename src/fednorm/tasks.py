@@ -79,9 +79,10 @@ class Segmentation:
     metric: str = "miou"
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(output, y, ignore_index=self.ignore_index)
+        return functional.cross_entropy(output, y.long(), ignore_index=self.ignore_index)
 
     def score(self, output: Tensor, y: Tensor) -> Sums:
+        y = y.long()  # masks are stored as bytes
         kept = y != self.ignore_index
         pairs = (y * self.num_classes + output.argmax(1))[kept]
         confusion = torch.bincount(pairs, minlength=self.num_classes**2).to(torch.float64)

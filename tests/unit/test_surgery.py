@@ -14,7 +14,9 @@ from torch.func import functional_call
 
 from fednorm import rng
 from fednorm.errors import ConfigError
+from fednorm.layers.brn import batch_renorm
 from fednorm.layers.keyed import KeyedDropout, key_names
+from fednorm.layers.shared_stats import hybrid_batch_norm
 from fednorm.pieces import surgery
 
 
@@ -137,6 +139,17 @@ def test_root_sync_and_affine_free_layers_are_found() -> None:
     assert bare.weight is None
     assert report.notes == ("1 BatchNorm layer became LayerNorm: running statistics dropped",)
     assert surgery.layer_norm()(nn.Linear(2, 2))[1] == surgery.SurgeryReport(0, ())
+
+
+@pytest.mark.parametrize("swap", [*PLAIN_SWAPS.values(), batch_renorm(total_steps=5), hybrid_batch_norm()])
+def test_a_gamma_without_beta_gets_none(swap: surgery.Surgery) -> None:
+    old = nn.BatchNorm2d(4)
+    nn.init.normal_(old.weight)
+    old.bias = None  # what `BatchNorm2d(4, bias=False)` makes in torch 2.13
+    model, _ = swap(copy.deepcopy(old))
+    assert torch.equal(model.weight, old.weight)
+    assert model.bias is None
+    assert model(torch.randn(3, 4, 2, 2)).shape == (3, 4, 2, 2)
 
 
 def test_lazy_layers_are_refused() -> None:

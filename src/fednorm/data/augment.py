@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,11 +37,16 @@ def _flip(at: Coordinates, key: Tensor, batch: int, height: int, width: int, cha
     return at[0], torch.where(turned, width - 1 - at[1], at[1])
 
 
-def _rotate(at: Coordinates, key: Tensor, batch: int, height: int, width: int, degrees: float) -> Coordinates:
-    # Cosines come from a table made on the host, in fixed point: libm and CUDA differ in the last bit, integers do not.
-    angles = [math.radians(degrees) * (2 * i / (_ANGLES - 1) - 1) for i in range(_ANGLES)]
+@lru_cache(maxsize=8)
+def _turns(degrees: float) -> tuple[tuple[int, int], ...]:
+    """Cosine and sine of angles from -degrees to degrees in fixed point: devices differ in the last bit of a cosine."""
+    angles = (math.radians(degrees) * (2 * i / (_ANGLES - 1) - 1) for i in range(_ANGLES))
     one = 1 << _FRACTION
-    table = torch.tensor([[round(one * math.cos(a)), round(one * math.sin(a))] for a in angles], device=key.device)
+    return tuple((round(one * math.cos(angle)), round(one * math.sin(angle))) for angle in angles)
+
+
+def _rotate(at: Coordinates, key: Tensor, batch: int, height: int, width: int, degrees: float) -> Coordinates:
+    table = torch.tensor(_turns(degrees), device=key.device)
     turn = table[rng.integers(key, _ANGLES, (batch,))][:, :, None, None]
     cos, sin = turn[:, 0], turn[:, 1]
     # Twice the distance from the centre, so that the centre of an even image is a whole number too.

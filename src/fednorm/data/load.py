@@ -47,8 +47,8 @@ def load_dataset(
 ) -> ImageSet:
     """Read a data set; `data_dir` defaults to the environment variable FEDNORM_DATA.
 
-    `size` is the height that images are brought to (image files are square otherwise, and segmentation keeps its shape). With `check` the number of examples
-    must be that of the full distribution, or of its packed form.
+    `size` is the height that images are brought to; photographs in class folders are made square. With `check` the
+    number of examples must be that of the full distribution, or of its packed form.
     """
     info = find_dataset(name)
     if info.embedded:

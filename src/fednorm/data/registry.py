@@ -177,6 +177,7 @@ _ALL = (
         num_classes=11,
         counts=(367, 233),
         task="segmentation",
+        domains=("0001TP", "0006R0", "0016E5", "Seq05VD"),
     ),
     DatasetInfo(
         name="femnist",

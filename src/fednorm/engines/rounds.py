@@ -9,15 +9,16 @@ from typing import Any
 
 from fednorm import rng
 from fednorm.batches import UNION
+from fednorm.config import differences, to_dict
 from fednorm.engines.base import Engine, Job, Outcome, start_state
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.errors import DivergedError, QuorumError, unknown
-from fednorm.evaluate import evaluate
+from fednorm.errors import ConfigError, DivergedError, QuorumError, unknown
+from fednorm.evaluate import Scores, evaluate
 from fednorm.method import Memory, Phase, Progress
 from fednorm.pieces.weights import Report
 from fednorm.plan import Plan
 from fednorm.server import flaw, keys_with, merge_updates
-from fednorm.state import Policy, Tree, tree_bytes
+from fednorm.state import Kind, Policy, Tree, tree_bytes
 from fednorm.store import ClientState, Store, to_device
 
 ENGINES: dict[str, Callable[[Plan], Engine]] = {"sequential": SequentialEngine}
@@ -45,6 +46,9 @@ class Run:
         self.store = store
         self.engine = ENGINES[plan.config.engine.name](plan)
         facts = store.facts()
+        if facts and facts.get("config") != to_dict(plan.config):
+            changed = differences(facts.get("config", {}), to_dict(plan.config))
+            raise ConfigError(f"the run was started with another config: {changed}; put it back, or start a new run")
         self.round: int = facts.get("round", 0)
         self.switch_memory: Memory = facts.get("switch", {})
         self.reports = [Report(**report) for report in facts.get("reports", [])]
@@ -77,24 +81,41 @@ class Run:
         progress = Progress(number, config.rounds)
         memory, stage = method.switch(self.switch_memory, progress, self.reports)
         cohort = sample(self.plan, number)
-        row: Row = {"round": number, "stage": stage, "clients": len(cohort), "bytes_up": 0, "bytes_down": 0}
+        row: Row = {"round": number, "stage": stage, "clients": len(cohort)}
+        row |= dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
         if len(cohort) < len(self.plan.federation.training_clients) and method.data == "each":
             row["cohort"] = cohort
         for phase in method.stages[stage]:
-            self._exchange(phase, number, cohort, row)
+            self.reports = self._exchange(phase, number, cohort, row)
         last = number == config.rounds
-        if last:
-            for phase in method.finish:
-                everyone = list(self.plan.federation.training_clients) if method.data == "each" else cohort
-                self._exchange(phase, number, everyone, row)
+        for phase in method.finish if last else ():
+            self._exchange(phase, number, self._everyone(phase), row)
         row["lr"] = self.plan.numbers(method.stages[stage][-1], number)["lr"]
         row["train_loss"] = sum(report.losses["all"] for report in self.reports) / len(self.reports)
         self.round, self.switch_memory, self.finished = number, memory, last
         if number % config.eval_every == 0 or last:
-            row["eval"] = evaluate(self.plan, method.stages[stage][-1], self.server, self.store)
+            row["eval"] = self._evaluate(method.tested(stage), number, last, row)
         return row
 
-    def _exchange(self, phase: Phase, number: int, cohort: Sequence[int], row: Row) -> None:
+    def _everyone(self, phase: Phase) -> list[int]:
+        union = phase.union or self.plan.method.data == "union"
+        return [UNION] if union else list(self.plan.federation.training_clients)
+
+    def _evaluate(self, phase: Phase, number: int, last: bool, row: Row) -> Scores:
+        """Score the model, with queried statistics where the method has a query; training never sees these."""
+        query = self.plan.method.query
+        if query is None:
+            return evaluate(self.plan, phase, self.server, self.store)
+        before = self.server, self.merge_memory
+        cost = row if last else dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
+        self._exchange(query, number, self._everyone(query), cost)
+        scores = evaluate(self.plan, phase, self.server, self.store)
+        if not last:
+            self.server, self.merge_memory = before
+        return scores
+
+    def _exchange(self, phase: Phase, number: int, cohort: Sequence[int], row: Row) -> list[Report]:
+        """One exchange with some clients: train, refuse, merge, store, count; returns what clients report."""
         plan = self.plan
         schema = plan.schema(phase)
         states = {client: self.store.get(client) for client in cohort}
@@ -117,14 +138,17 @@ class Run:
             client = outcome.update.client
             before = states[client]
             used = before.steps + (steps[client] if phase.advances else 0)
-            self.store.put(client, ClientState(used, {**before.tree, **outcome.kept}))
-        self.reports = [update.report for update in updates]
-        if plan.method.data == "each":
+            if outcome.kept or phase.advances:
+                self.store.put(client, ClientState(used, {**before.tree, **outcome.kept}))
+        if plan.method.data == "each" and not phase.union:
             down = tree_bytes({key: self.server[key] for key in keys_with(schema, Policy.SHARED, Policy.FROZEN)})
-            row["bytes_down"] += down * len(cohort)
-            row["bytes_up"] += sum(tree_bytes(update.shared) + tree_bytes(update.reported) for update in updates)
+            exchanges, extra = lockstep_cost(phase, schema)
+            row["exchanges"] += 1 + exchanges
+            row["bytes_down"] += (down + extra) * len(cohort)
+            row["bytes_up"] += sum(tree_bytes(u.shared) + tree_bytes(u.reported) + extra for u in updates)
         if probing:
             row.setdefault("probes", {})[phase.name] = {o.update.client: dict(o.seen) for o in accepted}
+        return [update.report for update in updates]
 
     def _admit(self, outcomes: Sequence[Outcome], schema: Any, number: int, row: Row) -> list[Outcome]:
         """The outcomes that can be used; a refused client's own state is not advanced either."""
@@ -149,6 +173,7 @@ class Run:
 
     def _commit(self) -> None:
         facts = {
+            "config": to_dict(self.plan.config),
             "switch": self.switch_memory,
             "reports": [asdict(report) for report in self.reports],
             "finished": self.finished,
@@ -156,6 +181,16 @@ class Run:
         trees: dict[str, Tree] = {"model": self.server, "memory": self.merge_memory}
         self.store.commit(self.round, trees, facts, self._uncommitted)
         self._uncommitted = []
+
+
+def lockstep_cost(phase: Phase, schema: Any) -> tuple[int, int]:
+    """(exchanges, bytes a client in each direction) of the steps a cohort takes together.
+
+    In each batch norm the cohort agrees on the mean, then the variance, then on the gradients of both: 3 exchanges of
+    4 numbers a channel in all (FedTAN).
+    """
+    means = [entry for entry, _ in schema.values() if entry.kind is Kind.STATISTIC and entry.part == "running_mean"]
+    return 3 * phase.lockstep * len(means), 4 * phase.lockstep * sum(entry.bytes for entry in means)
 
 
 def _flaw(outcome: Outcome, schema: Any) -> str | None:

@@ -9,23 +9,27 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from fednorm import rng
 from fednorm.layers.batch_stats import moments, per_channel, scale_and_shift
 from fednorm.layers.keyed import Keyed, number_keyed_layers
+from fednorm.layers.scheduled import Scheduled
 from fednorm.pieces.surgery import Surgery, SurgeryReport, largest_divisor, swap_norm
 from fednorm.state import register_norm
 
+_START, _END = 5.0, 1e-3
 
-class AdaptiveGroupNorm(Keyed):
+
+class AdaptiveGroupNorm(Keyed, Scheduled):
     """Normalises with w_1 * (group statistics) + w_2 * (batch statistics), as FedNN does (Kang et al. 2024).
 
-    w = softmax((logits + g) / tau), g keyed Gumbel noise (a Gumbel-softmax). The caller lowers the buffer `tau` from 5
-    over the rounds; once a draw is one-hot it is latched: `choice` holds it, and noise and logits no longer matter.
-    Evaluation uses the latched choice, or softmax(logits / tau) before there is one, and running for batch statistics.
+    w = softmax((logits + g) / tau), g keyed Gumbel noise (a Gumbel-softmax). The temperature falls linearly from 5 with
+    the global step, read from `num_batches_tracked`; once a draw is one-hot it is latched: `choice` holds it, and noise
+    and logits no longer matter. Evaluation uses the latched choice, or softmax(logits / tau) before there is one, and
+    running for batch statistics.
     """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     running_mean: Tensor
     running_var: Tensor
-    tau: Tensor
+    num_batches_tracked: Tensor
     choice: Tensor
     latched: Tensor
 
@@ -41,18 +45,23 @@ class AdaptiveGroupNorm(Keyed):
         self.register_buffer("running_var", torch.ones(num_features))
         self.register_buffer("choice", torch.full((2,), 0.5))
         self.register_buffer("latched", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("tau", torch.full((), 5.0), persistent=False)
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
+
+    def tau(self) -> Tensor:
+        """The temperature of this step."""
+        over = self.done(self.num_batches_tracked, self.logits.dtype)
+        return (_START * (1 - over)).clamp_min(_END)
 
     def _draw(self) -> Tensor:
         uniform = rng.uniform(self.next_key(), (2,)).clamp_min(2.0**-25)  # 0 would make the noise infinite
         noise = -torch.log(-torch.log(uniform.to(self.logits.dtype)))
-        return torch.softmax((self.logits + noise) / self.tau, 0)
+        return torch.softmax((self.logits + noise) / self.tau(), 0)
 
     def mixture(self) -> Tensor:
         """The weights of group and batch statistics in this call; in training this draws, and may latch."""
         latched = self.latched > 0
         if not self.training:
-            return torch.where(latched, self.choice, torch.softmax(self.logits / self.tau, 0))
+            return torch.where(latched, self.choice, torch.softmax(self.logits / self.tau(), 0))
         drawn = self._draw()
         weights = torch.where(latched, self.choice.clone(), drawn)
         one_hot = (weights.detach().max() >= 1).to(self.latched.dtype)
@@ -64,6 +73,7 @@ class AdaptiveGroupNorm(Keyed):
         grouped = x.reshape(x.shape[0], self.groups, -1)
         group_mean, group_var = grouped.mean(-1), grouped.var(-1, correction=0)
         if self.training:
+            self.num_batches_tracked.add_(1)
             mean, var = moments(x)
             self.running_mean.add_(self.momentum * (mean.detach() - self.running_mean))
             self.running_var.add_(self.momentum * (var.detach() - self.running_var))
@@ -89,6 +99,7 @@ register_norm(
     running_var="statistic",
     choice="extra",
     latched="counter",
+    num_batches_tracked="counter",
 )
 
 
@@ -107,10 +118,3 @@ def adaptive_group_norm(groups: int = 2) -> Surgery:
         return model, report
 
     return operate
-
-
-def set_temperature(model: nn.Module, tau: float) -> None:
-    """Set the temperature of every adaptive group norm; lower means closer to one choice."""
-    for module in model.modules():
-        if isinstance(module, AdaptiveGroupNorm):
-            module.tau.fill_(tau)

@@ -8,11 +8,12 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from fednorm.errors import ConfigError
 from fednorm.layers.batch_stats import moments, per_channel, scale_and_shift
+from fednorm.layers.scheduled import Scheduled
 from fednorm.pieces.surgery import Surgery, swap_norm
 from fednorm.state import register_norm
 
 
-class BatchRenorm(nn.Module):
+class BatchRenorm(Scheduled):
     """y = gamma * ((x - mu_B) / sigma_B * r + d) + beta on inputs (N, C, ...).
 
     r = clip(sigma_B / sigma, 1/r_max, r_max) and d = clip((mu_B - mu) / sigma, -d_max, d_max) carry no gradient;
@@ -32,7 +33,7 @@ class BatchRenorm(nn.Module):
         self,
         num_features: int,
         *,
-        total_steps: int,
+        total_steps: int | None = None,
         r_max: float = 4.0,
         d_max: float = 6.0,
         warmup: float = 0.31,
@@ -43,10 +44,6 @@ class BatchRenorm(nn.Module):
         affine: bool = True,
     ) -> None:
         super().__init__()
-        if total_steps < 1:
-            raise ConfigError(
-                f"batch renormalization needs the number of training steps; got total_steps={total_steps}"
-            )
         if r_max < 1 or d_max < 0:
             raise ConfigError(f"batch renormalization needs r_max >= 1 and d_max >= 0; got {r_max} and {d_max}")
         if not 0 <= warmup <= min(r_full, d_full):
@@ -62,7 +59,7 @@ class BatchRenorm(nn.Module):
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
 
     def _progress(self, full: float) -> Tensor:
-        done = self.num_batches_tracked.to(self.running_mean.dtype) / self.total_steps
+        done = self.done(self.num_batches_tracked, self.running_mean.dtype)
         if full == self.warmup:
             return (done >= full).to(done.dtype)
         return ((done - self.warmup) / (full - self.warmup)).clamp(0, 1)
@@ -98,12 +95,12 @@ register_norm(
 )
 
 
-def batch_renorm(total_steps: int, **options: float) -> Surgery:
-    """BatchNorm becomes BatchRenorm over `total_steps` of training; `options` are those of the layer."""
+def batch_renorm(**options: float) -> Surgery:
+    """BatchNorm becomes BatchRenorm; `options` are those of the layer."""
 
     def make(name: str, old: _BatchNorm) -> nn.Module:
         settings = {"eps": old.eps} | options
-        new = BatchRenorm(old.num_features, total_steps=total_steps, affine=old.affine, **settings)
+        new = BatchRenorm(old.num_features, affine=old.affine, **settings)
         if old.running_var is not None:
             new.running_std = (old.running_var + new.eps).sqrt()
         return new

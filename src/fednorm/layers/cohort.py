@@ -99,11 +99,12 @@ class CohortBN(RunningNorm):
             return super().forward(input)
         self._check_input_dim(input)
         axes = [0, *range(2, input.dim())]
-        mean = cohort_mean(input.mean(axes), self.share)
+        own = input.mean(axes)
+        mean = cohort_mean(own, self.share)
         # Around the mean of the union: the variance of the client's own batch would miss the spread of the clients.
         square = (input - mean.reshape(1, -1, *[1] * (input.dim() - 2))).square()
         var = cohort_mean(square.mean(axes), self.share)
-        clients: Tensor = _CohortCount.apply(mean.detach(), self.share)  # pyright: ignore[reportAssignmentType]
+        clients: Tensor = _CohortCount.apply(own.detach(), self.share)  # pyright: ignore[reportAssignmentType]
         self.track(mean, unbiased(var.detach(), clients * (input.numel() // self.num_features)))
         return scale_and_shift(normalise(input, mean, var, self.eps), self.weight, self.bias)
 

@@ -71,7 +71,7 @@ def fixup(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
     """
     blocks = [module for module in model.modules() if isinstance(module, ResidualBlock)]
     if not blocks:
-        return model, SurgeryReport(0, ())
+        return model, SurgeryReport(0, (), "residual block")
     on_shortcut = {module for block in blocks for module in block.shortcut.modules()}
     last_of_branch: set[nn.Module] = set()
     for block in blocks:

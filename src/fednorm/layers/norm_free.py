@@ -74,7 +74,7 @@ def residual_scaling(style: Literal["plain", "nf"] = "plain", alpha: float = 0.2
         found = (lambda module: isinstance(module, ResidualBlock)) if style == "nf" else (lambda module: False)
         model, pairs = substitute(model, found, make)
         note = f"{len(pairs)} residual branches scaled by {alpha} over their expected deviation"
-        return model, SurgeryReport(len(pairs), (note,) if pairs else ())
+        return model, SurgeryReport(len(pairs), (note,) if pairs else (), "residual block")
 
     return operate
 
@@ -94,7 +94,7 @@ def feature_norm(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
     """Normalise the features that enter the last Linear layer (in the order of registration), the classifier."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     if not linears:
-        return model, SurgeryReport(0, ())
+        return model, SurgeryReport(0, (), "linear layer")
 
     def make(name: str, module: nn.Module) -> nn.Module:
         return rebuild_linear(FeatureNormLinear, linears[-1])

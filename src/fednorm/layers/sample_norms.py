@@ -9,14 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fednorm.errors import ConfigError
+from fednorm.layers.batch_stats import scale_and_shift
 
 
 class PixelLayerNorm(nn.LayerNorm):
     """LayerNorm over the channels of each pixel of a channels-first map; on vectors the usual LayerNorm."""
 
     def forward(self, input: Tensor) -> Tensor:
-        last = functional.layer_norm(input.movedim(1, -1), self.normalized_shape, self.weight, self.bias, self.eps)
-        return last.movedim(-1, 1)
+        # Not layer_norm on a permuted view: its strided output makes vmap fall back to a slow loop in the next pooling.
+        mean, var = input.mean(1, keepdim=True), input.var(1, correction=0, keepdim=True)
+        return scale_and_shift((input - mean) * (var + self.eps).rsqrt(), self.weight, self.bias)
 
 
 class InstanceNorm(nn.GroupNorm):

@@ -15,9 +15,10 @@ _KINDS = {
     "running_mean": "statistic",
     "running_var": "statistic",
     "num_batches_tracked": "counter",
-    "batch_mean": "extra",
-    "batch_var": "extra",
-    "batch_count": "extra",
+    # Of the same kind as the running ones, since the server folds them into these, a layer at a time.
+    "batch_mean": "statistic",
+    "batch_var": "statistic",
+    "batch_count": "statistic",
 }
 
 

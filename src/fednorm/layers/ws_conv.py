@@ -85,7 +85,7 @@ def weight_standardise(style: Style = "qiao", gain: float | None = None, learnab
         notes = [f"{len(pairs)} convolutions use standardised weights ({style})"] if pairs else []
         if left:
             notes.append(f"{left} convolutions with one weight a filter left as they are")
-        return model, SurgeryReport(len(pairs), tuple(notes))
+        return model, SurgeryReport(len(pairs), tuple(notes), "convolution")
 
     if style not in ("qiao", "scaled"):
         raise unknown("style of weight standardisation", style, ("qiao", "scaled"))

@@ -2,11 +2,19 @@
 
 from fednorm.methods import (  # noqa: F401
     centralized,
+    decoupled,
     fedavg,
     fedbn,
+    fedbs,
     fedprox,
+    fedtan,
+    fedwon,
     fixbn,
+    momentum,
     norms,
+    server_optimizers,
+    shared_statistics,
     silobn,
     standalone,
+    statistics,
 )

@@ -1,8 +1,10 @@
 """FedProx: a penalty keeps each client near the model it was sent."""
 
+from typing import Literal
+
 from fednorm.method import Part
 from fednorm.pieces.changes import add_loss
-from fednorm.pieces.losses import proximal
+from fednorm.pieces.losses import distance, proximal
 from fednorm.registry import register
 
 
@@ -11,5 +13,6 @@ from fednorm.registry import register
     paper="Li et al. 2020, MLSys",
     summary="add (mu/2) ||w - w_t||^2 to every client's loss",
 )
-def fedprox(mu: float = 0.01) -> Part:
-    return Part(add_loss(proximal, **{"prox.mu": mu}), claims=frozenset({"loss:the proximal term"}))
+def fedprox(mu: float = 0.01, norm: Literal["squared", "l2"] = "squared") -> Part:
+    term = proximal if norm == "squared" else distance
+    return Part(add_loss(term, **{"prox.mu": mu}), claims=frozenset({"loss:the proximal term"}))

@@ -1,19 +1,29 @@
 """FixBN: batch norms train as usual at first, then their statistics are frozen for the rest of the run."""
 
 from dataclasses import replace
+from typing import Literal
 
-from fednorm.method import Method, Part, Phase
+import torch
+from torch import Tensor
+
+from fednorm.method import Facts, Method, Part, Phase
 from fednorm.pieces.changes import policy_claims
-from fednorm.pieces.switches import after
+from fednorm.pieces.switches import after, when_settled
 from fednorm.registry import register
-from fednorm.state import Kind, Policy
+from fednorm.state import Kind, Policy, Tree
 
 
-def freeze(phase: Phase) -> Phase:
-    """The same phase with batch statistics held and one server copy of them that is never averaged again."""
-    frozen = {Kind.STATISTIC: Policy.FROZEN, Kind.COUNTER: Policy.FROZEN}
-    rule = replace(phase.rule, hold=phase.rule.hold | {Kind.STATISTIC})
-    return replace(phase, rule=rule, policy={**phase.policy, **frozen})
+def statistics_shift(end: Tree, start: Tree, facts: Facts) -> Tensor:
+    """D: the mean over all batch-norm channels of |statistics after local work - statistics received|."""
+    keys = [entry.key for entry in facts.entries.values() if entry.kind is Kind.STATISTIC]
+    return torch.cat([(end[key] - start[key]).abs().flatten() for key in keys]).mean()
+
+
+def freeze(phase: Phase, statistics: bool, affine: bool) -> Phase:
+    """The same phase with statistics and/or affine held, one server copy of them, never averaged again."""
+    kinds = [Kind.STATISTIC, Kind.COUNTER] * statistics + [Kind.AFFINE] * affine
+    rule = replace(phase.rule, hold=phase.rule.hold | set(kinds) - {Kind.COUNTER})
+    return replace(phase, rule=rule, policy={**phase.policy, **dict.fromkeys(kinds, Policy.FROZEN)}, measures={})
 
 
 @register(
@@ -21,13 +31,26 @@ def freeze(phase: Phase) -> Phase:
     paper="Zhong, Chen, Chao 2023 (arXiv 2303.06530)",
     summary="freeze the averaged statistics half-way and train on in inference-mode batch norm",
 )
-def fixbn(at: float | int = 0.5) -> Part:
-    def change(method: Method) -> Method:
-        stages = tuple(stage for before in method.stages for stage in (before, tuple(map(freeze, before))))
-        return replace(method, stages=stages, switch=after(at))
+def fixbn(
+    at: float | int | Literal["window"] = 0.5,
+    statistics: bool = True,
+    affine: bool = False,
+    window: int = 50,
+    tau: float = 1e-4,
+    center: Literal["current", "mean"] = "current",
+    reduce: Literal["max", "mean"] = "max",
+) -> Part:
+    switch = after(at) if at != "window" else when_settled("shift", window, tau, center, reduce)
 
+    def change(method: Method) -> Method:
+        if at == "window":
+            method = method.map_phases(lambda phase: replace(phase, measures={"shift": statistics_shift}))
+        stages = (method.stages[0], tuple(freeze(phase, statistics, affine) for phase in method.stages[0]))
+        return replace(method, stages=stages, switch=switch)
+
+    claimed = ["statistic", "counter"] * statistics + ["affine"] * affine
     return Part(
         change,
-        claims=policy_claims("statistic", "counter") | {"switch"},
-        acts_on=frozenset({Kind.STATISTIC}),
+        claims=policy_claims(*claimed) | {"switch"},
+        acts_on=frozenset({Kind.STATISTIC} if statistics else {Kind.AFFINE}),
     )

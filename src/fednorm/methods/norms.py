@@ -1,8 +1,12 @@
-"""Swaps of batch norm for norms that do not look at the batch."""
+"""Swaps of batch norm for other norms, and networks initialised to need none."""
 
+from fednorm.layers.brn import batch_renorm
+from fednorm.layers.fixup import fixup as fixup_form
+from fednorm.layers.fixup import fixup_lr_factors
+from fednorm.layers.norm_free import feature_norm
 from fednorm.method import Part
-from fednorm.pieces.changes import operate
-from fednorm.pieces.surgery import group_norm, instance_norm, layer_norm
+from fednorm.pieces.changes import chain, operate, scale_lr
+from fednorm.pieces.surgery import group_norm, instance_norm, layer_norm, layer_norm_pixel
 from fednorm.registry import register
 
 _NORM = frozenset({"choice:the norm layers"})
@@ -10,14 +14,45 @@ _NORM = frozenset({"choice:the norm layers"})
 
 @register("gn", paper="Wu, He 2018, ECCV", summary="replace BatchNorm by GroupNorm with 2 groups")
 def gn(groups: int = 2) -> Part:
-    return Part(operate("gn", group_norm(groups)), claims=_NORM)
+    return Part(operate(group_norm(groups)), claims=_NORM)
 
 
 @register("ln", paper="Ba et al. 2016 (arXiv 1607.06450)", summary="replace BatchNorm by LayerNorm over C, H, W")
-def ln() -> Part:
-    return Part(operate("ln", layer_norm()), claims=_NORM)
+def ln(pixel: bool = False) -> Part:
+    return Part(operate(layer_norm_pixel() if pixel else layer_norm()), claims=_NORM)
 
 
 @register("in", paper="Ulyanov et al. 2016 (arXiv 1607.08022)", summary="replace BatchNorm by InstanceNorm")
 def instance() -> Part:
-    return Part(operate("in", instance_norm()), claims=_NORM)
+    return Part(operate(instance_norm()), claims=_NORM)
+
+
+@register(
+    "brn",
+    paper="Ioffe 2017 (arXiv 1702.03275); schedule of Hsieh et al. 2020",
+    summary="replace BatchNorm by BatchRenorm, whose training output leans on the running statistics",
+)
+def brn(r_max: float = 4.0, d_max: float = 6.0, warmup: float = 0.31, momentum: float = 0.01) -> Part:
+    options = {"r_max": r_max, "d_max": d_max, "warmup": warmup, "momentum": momentum}
+    return Part(operate(batch_renorm(**options)), claims=_NORM)
+
+
+@register(
+    "fixup",
+    paper="Zhang, Dauphin, Ma 2019 (arXiv 1901.09321)",
+    summary="residual nets without norms, initialised so that every branch starts at zero",
+)
+def fixup(scalar_lr: float = 0.1) -> Part:
+    change = chain(operate(fixup_form), scale_lr(lambda model: fixup_lr_factors(model, scalar_lr)))
+    return Part(change, claims=_NORM | {"choice:the convolutions"})
+
+
+_FN = "Zhang et al. 2024, TMLR; Kim et al. 2023 (FedFN)"
+
+
+@register("fn", paper=_FN, summary="feature normalization: the last layer sees features of norm sqrt(dim)")
+def fn() -> Part:
+    return Part(operate(feature_norm), claims=frozenset({"choice:the last layer's input"}))
+
+
+register("fedfn", paper=_FN, summary="the same as fn, under the name of its other publication")(fn)

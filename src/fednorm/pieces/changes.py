@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fednorm.method import Change, Method, Rule, Term, Transform
+from fednorm.method import Change, Method, Rule, Scale, Term, Transform
 from fednorm.pieces.merges import Merge
 from fednorm.pieces.surgery import Surgery
 from fednorm.pieces.weights import Weigh
@@ -43,9 +43,9 @@ def policy_claims(*kinds: str) -> frozenset[str]:
     return frozenset(f"policy:{Kind(kind).value}" for kind in kinds)
 
 
-def operate(name: str, *surgeries: Surgery) -> Change:
-    """Add surgery, done in the order of the parts."""
-    return lambda method: replace(method, surgery=(*method.surgery, *((name, each) for each in surgeries)))
+def operate(*surgeries: Surgery) -> Change:
+    """Add surgery, done in the order of the parts; the registry fills in the part's label."""
+    return lambda method: replace(method, surgery=(*method.surgery, *(("", each) for each in surgeries)))
 
 
 def add_loss(term: Term, **numbers: float) -> Change:
@@ -64,6 +64,11 @@ def add_transform(transform: Transform, **numbers: float) -> Change:
         return replace(rule, grads=(*rule.grads, transform), numbers={**rule.numbers, **numbers})
 
     return lambda method: method.map_rules(change)
+
+
+def scale_lr(factors: Scale) -> Change:
+    """Train some tensors at a multiple of the learning rate."""
+    return lambda method: method.map_rules(lambda rule: replace(rule, lr_factors=(*rule.lr_factors, factors)))
 
 
 def weigh_by(weigh: Weigh, *kinds: Kind) -> Change:

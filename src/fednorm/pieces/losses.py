@@ -13,3 +13,12 @@ def proximal(params: Tree, anchor: Tree, numbers: Numbers) -> Tensor:
     """(mu / 2) * sum ||w - w_t||^2 over all trained tensors (FedProx)."""
     squares = [(params[key] - anchor[key]).square().sum() for key in params]
     return numbers["prox.mu"] / 2 * torch.stack(squares).sum()
+
+
+def distance(params: Tree, anchor: Tree, numbers: Numbers) -> Tensor:
+    """(mu / 2) * ||w - w_t||, without the square: what FedBN's code does for Office and DomainNet.
+
+    Its gradient at w = w_t is taken as zero.
+    """
+    gap = torch.cat([(params[key] - anchor[key]).flatten() for key in params])
+    return numbers["prox.mu"] / 2 * torch.linalg.vector_norm(gap)

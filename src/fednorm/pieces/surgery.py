@@ -26,6 +26,8 @@ class SurgeryReport:
 
     changed: int
     notes: tuple[str, ...]
+    target: str = "BatchNorm layer"
+    """What the surgery looks for, for the error where there is none."""
 
 
 Surgery = Callable[[nn.Module], tuple[nn.Module, SurgeryReport]]

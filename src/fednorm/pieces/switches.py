@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+from typing import Literal
 
 from fednorm.errors import ConfigError
 from fednorm.method import Memory, Progress, Switch
@@ -28,5 +30,54 @@ def after(at: float | int) -> Switch:
 
     def switch(memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
         return memory, int(progress.round > last_round_before(at, progress.rounds))
+
+    return switch
+
+
+def when_losses_agree(eps: float, rounds: int, which: str = "last_epoch") -> Switch:
+    """Stage 1 once the participants' losses had a (population) deviation of at most eps for so many rounds in a row.
+
+    A round above eps starts the count anew; the switch latches (FedBS).
+    """
+    if rounds < 1 or eps < 0:
+        raise ConfigError(f"eps={eps}, rounds={rounds} cannot be a rule; give eps of 0 or more and 1 round or more")
+
+    def switch(memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
+        if memory.get("switched"):
+            return memory, 1
+        agree = bool(reports) and statistics.pstdev(report.losses[which] for report in reports) <= eps
+        count = memory.get("count", 0) + 1 if agree else 0
+        return {"count": count, "switched": count >= rounds}, int(count >= rounds)
+
+    return switch
+
+
+def when_settled(
+    scalar: str, window: int, tau: float, center: Literal["current", "mean"], reduce: Literal["max", "mean"]
+) -> Switch:
+    """Stage 1 once what the clients report has settled (FixBN, appendix B.6).
+
+    V_m = (1/W) sum_i (D_{m,i} - D_{m,t})^2 over the last W rounds of client m; `center="mean"` takes the window's mean
+    in place of the current value. The switch needs W rounds, compares the clients' largest (or mean) V with tau, and
+    latches. Clients that rest keep the window they had.
+    """
+    if window < 2 or tau <= 0:
+        raise ConfigError(f"window={window}, tau={tau} cannot be a rule; give a window of 2 or more and tau above 0")
+
+    def spread(values: list[float]) -> float:
+        middle = values[-1] if center == "current" else statistics.fmean(values)
+        return math.fsum((value - middle) ** 2 for value in values) / len(values)
+
+    def switch(memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
+        if memory.get("switched"):
+            return memory, 1
+        seen = {**memory.get("seen", {})}
+        for report in reports:
+            key = str(report.client)
+            seen[key] = [*seen.get(key, []), report.scalars[scalar]][-window:]
+        spreads = [spread(values) for values in seen.values() if len(values) == window]
+        worst = max(spreads, default=math.inf) if reduce == "max" else statistics.fmean(spreads or [math.inf])
+        settled = progress.round > window and worst < tau
+        return {"seen": seen, "switched": settled}, int(settled)
 
     return switch

@@ -1,0 +1,91 @@
+"""The command line: verbs only. Torch is imported by the commands that need it, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from fednorm.cli import catalogue, compare, data, demo, doctor, export, inspect, resume, run
+from fednorm.cli.output import Stopped, complain
+from fednorm.errors import FednormError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="fednorm",
+    help="Normalization layers that work in federated learning.",
+    epilog="Start with: fednorm demo",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for name, verb in {
+    "demo": demo.demo,
+    "run": run.run,
+    "compare": compare.compare,
+    "resume": resume.resume,
+    "inspect": inspect.inspect,
+    "export": export.export,
+    "methods": catalogue.methods,
+    "models": catalogue.models,
+    "datasets": catalogue.datasets,
+    "doctor": doctor.doctor,
+}.items():
+    app.command(name)(verb)
+app.add_typer(data.app, name="data")
+
+
+@app.callback(invoke_without_command=True)
+def options(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+    if version:
+        from fednorm import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+UsageError = typer.BadParameter.__mro__[1]
+"""typer's own complaints, wherever the installed typer keeps their class."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line and leave the process with its exit code."""
+    sys.exit(exit_code(sys.argv[1:] if arguments is None else arguments))
+
+
+def exit_code(arguments: Sequence[str]) -> int:
+    """Run a command line; whatever goes wrong becomes one line on stderr and a number."""
+    command = typer.main.get_command(app)
+    try:
+        done = command.main(args=list(arguments) or ["--help"], prog_name="fednorm", standalone_mode=False)
+        sys.stdout.flush()
+    except FednormError as error:
+        complain(error)
+        return error.exit_code
+    except Stopped as stop:
+        print(stop, file=sys.stderr)
+        return stop.exit_code
+    except BrokenPipeError:
+        # The reader (`fednorm methods | head`) has seen enough; Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        complain("stopped before anything was written")
+        return 130
+    except Exception as error:
+        if isinstance(error, UsageError):
+            complain(f"{error.format_message()} (see `{_help_of(error)}`)")  # pyright: ignore[reportAttributeAccessIssue]
+            return 2
+        traceback.print_exc()
+        complain("this is a bug in fednorm; please report it with the lines above and the output of `fednorm doctor`")
+        return 1
+    return done if isinstance(done, int) else 0
+
+
+def _help_of(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    return f"{context.command_path if context else 'fednorm'} --help"

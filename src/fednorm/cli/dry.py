@@ -1,0 +1,63 @@
+"""`--dry-run`: the resolved config, what would be sent, who has which data, and how long it would take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fednorm.cli.output import print_json, size_text
+from fednorm.cli.settings import Request
+from fednorm.config import updated
+
+
+def print_preview(request: Request, methods: list[str]) -> None:
+    """Say what a request would do; nothing is written."""
+    from fednorm.plan import make_plan
+    from fednorm.preview import preview
+
+    # As compare does: several processes share the cores, one thread each.
+    threads = {"engine.threads": 1} if request.jobs > 1 else {}
+    base = updated(replace(request.config, seed=request.seeds[0]), threads)
+    found = [preview(make_plan(updated(base, {"method": method}))) for method in methods]
+    seconds = sum(each["estimate"]["seconds"] for each in found) * len(request.seeds) / request.jobs
+    if request.json:
+        whole = {"seeds": list(request.seeds), "estimated_seconds": seconds}
+        print_json({"methods": dict(zip(methods, found, strict=True)), **whole})
+        return
+    _print_config(found[0]["config"], single=len(methods) == 1)
+    from fednorm.data.summary import table
+
+    print(f"\n{table(found[0]['clients'])}\n")
+    for method, each in zip(methods, found, strict=True):
+        for line in each["bytes_per_client"]:
+            stage = f"stage {line['stage']}" if isinstance(line["stage"], int) else line["stage"]
+            print(
+                f"{method}, {stage}, {line['phase']}: each of {each['clients_per_round']} clients sends "
+                f"{size_text(line['up'])} and receives {size_text(line['down'])} a round"
+            )
+        for note in each["notes"]:
+            print(f"{method}: {note}")
+    runs = len(methods) * len(request.seeds)
+    print(f"estimated time: {duration(seconds)} for {runs} run{'s' if runs > 1 else ''}; nothing was written")
+
+
+def _print_config(config: dict[str, Any], single: bool) -> None:
+    from fednorm.recipe import to_toml
+
+    print(to_toml(config if single else {key: value for key, value in config.items() if key != "method"}))
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(0.4), duration(75), duration(7320)
+    ('less than a second', '1 min 15 s', '2 h 2 min')
+    """
+    whole = round(seconds)
+    if whole < 1:
+        return "less than a second"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

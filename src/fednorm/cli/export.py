@@ -1,0 +1,27 @@
+"""`fednorm export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fednorm.cli.flags import AllowCode
+from fednorm.cli.settings import refuse_code
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
+    client: Annotated[int | None, typer.Option(metavar="ID", help="a client's own model; default: the global one")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="default: in the folder")] = None,
+    allow_code: AllowCode = False,
+) -> None:
+    """Write a run's model as a plain safetensors file."""
+    from fednorm.export import export as write
+    from fednorm.folder import RunFolder
+    from fednorm.run import read_config
+
+    place = RunFolder(folder)
+    refuse_code(read_config(place)[0].model, f"'{place.config}'", allow_code)
+    print(write(folder, output, client=client))

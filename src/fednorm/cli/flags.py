@@ -1,0 +1,199 @@
+"""The flags that `run` and `compare` share, defined once; their help is the config's own."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fednorm import config
+from fednorm.cli.settings import Request, names_code, read_seeds, resolve
+from fednorm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that sets one field of the config."""
+
+    option: str
+    field: str
+    metavar: str
+    panel: str = "Training"
+
+    @property
+    def parameter(self) -> str:
+        return self.option.strip("-").replace("-", "_")
+
+
+METHOD = Flag("--method", "method", "EXPR", "What to run")
+FLAGS = (
+    Flag("--model", "model", "NAME", "What to run"),
+    Flag("--data", "data.name", "NAME", "What to run"),
+    Flag("--data-dir", "data.dir", "DIR", "What to run"),
+    Flag("--partition", "data.partition", "EXPR", "What to run"),
+    Flag("--clients", "data.clients", "N", "What to run"),
+    Flag("--clients-per-round", "clients_per_round", "N", "What to run"),
+    Flag("--seed", "seed", "N", "What to run"),
+    Flag("--rounds", "rounds", "N"),
+    Flag("--local-steps", "train.local_steps", "N"),
+    Flag("--local-epochs", "train.local_epochs", "N"),
+    Flag("--batch-size", "train.batch_size", "N"),
+    Flag("--lr", "train.lr", "X"),
+    Flag("--momentum", "train.momentum", "X"),
+    Flag("--weight-decay", "train.weight_decay", "X"),
+    Flag("--schedule", "train.schedule", "EXPR"),
+    Flag("--augment", "train.augment", "EXPR"),
+    Flag("--val-fraction", "data.val_fraction", "X"),
+    Flag("--init", "init", "FILE"),
+    Flag("--device", "engine.device", "NAME", "Machine"),
+    Flag("--engine", "engine.name", "NAME", "Machine"),
+)
+
+_SETTINGS, _MACHINE, _OUTPUT = "Settings", "Machine", "Output"
+AllowCode = Annotated[bool, typer.Option("--allow-code", help="run code that a file names", rich_help_panel=_SETTINGS)]
+AllowNoop = Annotated[
+    bool,
+    typer.Option("--allow-noop", help="run a method that finds nothing to act on", rich_help_panel=_SETTINGS),
+]
+Jobs = Annotated[
+    int, typer.Option("--jobs", metavar="N", help="runs at a time, one process each", rich_help_panel=_MACHINE)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress", rich_help_panel=_OUTPUT)]
+TensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="write TensorBoard events into the folder", rich_help_panel=_OUTPUT)
+]
+Json = Annotated[bool, typer.Option("--json", help="print JSON and nothing else on stdout", rich_help_panel=_OUTPUT)]
+
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "seeds": (
+        Annotated[
+            str | None,
+            typer.Option(metavar="N|LIST", help="so many seeds, or a list: 0,1,2", rich_help_panel="What to run"),
+        ],
+        None,
+    ),
+    "config": (
+        Annotated[
+            Path | None,
+            typer.Option("--config", "-c", metavar="FILE", help="TOML file with fields", rich_help_panel=_SETTINGS),
+        ],
+        None,
+    ),
+    "assignments": (
+        Annotated[
+            list[str],
+            typer.Option("--set", metavar="FIELD=VALUE", help="set any field: train.lr=0.1", rich_help_panel=_SETTINGS),
+        ],
+        [],
+    ),
+    "allow_noop": (AllowNoop, False),
+    "allow_code": (AllowCode, False),
+    "jobs": (Jobs, 1),
+    "out": (
+        Annotated[
+            Path | None,
+            typer.Option(
+                "--out", "-o", metavar="DIR", help="folder to make; default: below runs", rich_help_panel=_OUTPUT
+            ),
+        ],
+        None,
+    ),
+    "dry_run": (
+        Annotated[
+            bool,
+            typer.Option(
+                "--dry-run", help="print config, bytes, clients and time; run nothing", rich_help_panel=_OUTPUT
+            ),
+        ],
+        False,
+    ),
+    "json": (Json, False),
+    "quiet": (Quiet, False),
+    "tensorboard": (TensorBoard, False),
+}
+
+
+@functools.cache
+def field_help() -> dict[str, str]:
+    """The text under each field of the config classes, by dotted name."""
+    tree = ast.parse(Path(config.__file__).read_text())
+    texts: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found = texts.setdefault(node.name, {})
+            for item, following in zip(node.body, node.body[1:], strict=False):
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    text = getattr(getattr(following, "value", None), "value", None)
+                    if isinstance(text, str):
+                        found[item.target.id] = text
+    sections = {"data": "DataConfig", "train": "TrainConfig", "eval": "EvalConfig", "engine": "EngineConfig"}
+    joined = dict(texts["RunConfig"])
+    for section, name in sections.items():
+        joined |= {f"{section}.{key}": text for key, text in texts[name].items()}
+    return joined
+
+
+def takes_request(*extra: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command whose first argument is a `Request` the shared flags, and some more."""
+    flags = (*extra, *FLAGS)
+
+    def change(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def outer(**given: Any) -> None:
+            texts = {flag.field: given.pop(flag.parameter) for flag in flags}
+            shared = {name: given.pop(name) for name in _SHARED}
+            command(make_request({name: text for name, text in texts.items() if text is not None}, **shared), **given)
+
+        parameters = [*own, *(_parameter(flag.parameter, *_of_flag(flag)) for flag in flags)]
+        parameters += [_parameter(name, *spec) for name, spec in _SHARED.items()]
+        # typer reads the flags from the signature, and resolves annotations by name.
+        vars(outer)["__signature__"] = inspect.Signature(parameters)
+        outer.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return outer
+
+    return change
+
+
+def _of_flag(flag: Flag) -> tuple[Any, None]:
+    # Flags are read as text: the config's own validator then refuses all of them in one style.
+    option = typer.Option(flag.option, metavar=flag.metavar, help=field_help()[flag.field], rich_help_panel=flag.panel)
+    return Annotated[str | None, option], None
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def make_request(
+    flags: dict[str, str],
+    *,
+    seeds: str | None,
+    config: Path | None,
+    assignments: list[str],
+    allow_noop: bool,
+    allow_code: bool,
+    jobs: int,
+    **output: Any,
+) -> Request:
+    """The request that a command line makes."""
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs} is out of range; give 1 or more")
+    resolved, recipe = resolve(file=config, assignments=assignments, flags=flags, allow_code=allow_code)
+    if allow_noop:
+        resolved = replace(resolved, allow_noop=True)
+    return Request(
+        config=resolved,
+        methods=recipe.methods,
+        seeds=recipe.seeds if seeds is None and recipe.seeds else read_seeds(seeds, resolved.seed),
+        jobs=jobs,
+        code_in_file=names_code(resolved.model),
+        **output,
+    )

@@ -1,0 +1,65 @@
+"""`fednorm inspect`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from fednorm.cli.flags import AllowNoop, Json
+from fednorm.cli.output import print_json, print_table, size_text
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="model name, or package.module:factory")],
+    method: Annotated[
+        str, typer.Option(metavar="EXPR", help="method expression, such as fixbn or fedavg+gn")
+    ] = "fedavg",
+    num_classes: Annotated[int | None, typer.Option(metavar="N", help="default: the model's own")] = None,
+    in_channels: Annotated[int, typer.Option(metavar="N", help="colours of an image")] = 3,
+    image_size: Annotated[int | None, typer.Option(metavar="N", help="pixels a side; default: the model's own")] = None,
+    allow_noop: AllowNoop = False,
+    json: Json = False,
+) -> None:
+    """Show what a method does with every tensor of a model: kind, policy, shape, bytes."""
+    from fednorm import models
+    from fednorm.describe import describe
+    from fednorm.expression import parse_term
+    from fednorm.optim import MOMENTUM_SGD
+    from fednorm.prepare import prepare
+    from fednorm.registry import parse
+
+    term = parse_term(model, "model", "resnet20(shortcut=B)")
+    parsed = parse(method)
+    network = models.build(
+        term.name, num_classes=num_classes, in_channels=in_channels, image_size=image_size, **term.options
+    )
+    prepared = prepare(network, parsed, allow_noop=allow_noop, name=f"model '{model}'")
+    found = {"model": model, **describe(prepared, MOMENTUM_SGD)}
+    if json:
+        print_json(found)
+    else:
+        _print(found, union=parsed.data == "union")
+
+
+def _print(found: dict[str, Any], union: bool) -> None:
+    print_table(
+        ["key", "kind", "policy", "shape", "bytes"],
+        [
+            [e["key"], e["kind"], e["policy"], "x".join(map(str, e["shape"])) or "scalar", f"{e['bytes']:,}"]
+            for e in found["entries"]
+        ],
+        numbers=["bytes"],
+    )
+    totals = found["totals"]
+    print(f"\n{found['model']} with {found['method']}: {totals['entries']} entries, {size_text(totals['bytes'])}")
+    for title in ("by_policy", "by_kind"):
+        parts = [f"{name} {each['entries']} ({size_text(each['bytes'])})" for name, each in totals[title].items()]
+        print(f"{title.replace('_', ' ')}: {', '.join(parts)}")
+    if union:
+        print("one model trains on all data: nothing is sent")
+    for line in [] if union else totals["exchanges"]:
+        stage = f"stage {line['stage']}" if isinstance(line["stage"], int) else line["stage"]
+        print(f"each client, {stage}, {line['phase']}: up {size_text(line['up'])}, down {size_text(line['down'])}")
+    for note in found["notes"]:
+        print(f"note: {note}")

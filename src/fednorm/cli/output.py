@@ -1,0 +1,100 @@
+"""What commands print: JSON or tables on stdout, complaints as one line on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fednorm.results import Result
+
+HEADINGS = {"pooled": "pooled test", "own_client": "own-client test", "domains": "domains", "unseen": "unseen clients"}
+FOOTNOTES = {
+    "averaged local state": "pooled test uses the mean of the clients' local state",
+    "mean over the clients' own models": "pooled test is the mean over the clients' own models, each on the whole set",
+}
+_MARKS = "*†‡§"
+
+
+class Stopped(Exception):
+    """A command ended early because it was asked to; the text says how to go on."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def complain(problem: object) -> None:
+    """One line on stderr."""
+    print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def console() -> Console:
+    """Where tables go; a file or pipe has no width, so lines are not broken there."""
+    from rich.console import Console
+
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[str] = (), title: str | None = None
+) -> None:
+    """A plain table; `numbers` names the columns that are aligned to the right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: names such as [report] are no markup
+    console().print(table)
+
+
+def size_text(count: float) -> str:
+    """Bytes for people.
+
+    >>> size_text(779), size_text(155_800), size_text(44_765_000)
+    ('779 B', '155.8 kB', '44.8 MB')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def print_scores(result: Result) -> None:
+    """The table of a comparison, with a note on every cell that is not the global model's."""
+    from fednorm.results import cell_text
+
+    lines = result.table()
+    shown = [name for name in HEADINGS if any(name in line for line in lines)]
+    marks: dict[str, str] = {}
+    rows = []
+    for line in lines:
+        how = line["how"]
+        if how in FOOTNOTES and how not in marks:
+            marks[how] = _MARKS[len(marks)]
+        cells = [
+            cell_text(line.get(name)) + (marks.get(how, "") if name == "pooled" and name in line else "")
+            for name in shown
+        ]
+        sent = size_text(line["bytes_per_round"]) if line["bytes_per_round"] else "-"
+        rows.append([line["method"], *cells, sent])
+    headings = [HEADINGS[name] for name in shown]
+    print_table(["method", *headings, "sent per round"], rows, numbers=[*headings, "sent per round"])
+    for how, mark in marks.items():
+        print(f"{mark} {FOOTNOTES[how]}")
+    seeds = lines[0]["seeds"]
+    over = (
+        f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    )
+    print(f"{result.metric} in percent after the last round, {over}")

@@ -1,0 +1,117 @@
+"""From defaults, a TOML file, `--set` and flags to one config: later ones win, one validator checks them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from fednorm.config import RunConfig, all_fields, from_dict, updated
+from fednorm.errors import ConfigError, unknown
+from fednorm.expression import literal, parse_term
+from fednorm.recipe import Recipe, read_recipe
+
+_LIBRARIES = ("timm", "torchvision")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `run` and `compare` were asked to do."""
+
+    config: RunConfig
+    methods: tuple[str, ...]
+    """Those of the file's [compare] table."""
+    seeds: tuple[int, ...]
+    out: Path | None
+    jobs: int
+    dry_run: bool
+    json: bool
+    quiet: bool
+    tensorboard: bool
+    code_in_file: bool
+    """Whether the config names code that only `--allow-code` lets run again."""
+
+    def with_seed(self) -> Request:
+        """The request for its one seed."""
+        return replace(self, config=replace(self.config, seed=self.seeds[0]))
+
+
+def resolve(
+    *, file: Path | None, assignments: Iterable[str], flags: Mapping[str, str], allow_code: bool
+) -> tuple[RunConfig, Recipe]:
+    """The config, and the recipe it started from."""
+    recipe = read_recipe(file) if file else Recipe()
+    config = from_dict(recipe.fields)
+    changes = dict(map(read_assignment, assignments)) | {name: read_value(name, text) for name, text in flags.items()}
+    if "model" not in changes:
+        refuse_code(config.model, f"'{file}'", allow_code)
+    for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
+        if f"train.{mine}" in changes and f"train.{other}" not in changes:
+            changes[f"train.{other}"] = None  # the file's choice gives way to the one on the command line
+    return updated(config, changes), recipe
+
+
+def read_assignment(text: str) -> tuple[str, Any]:
+    """The field and value of `--set train.lr=0.1`."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text} has no value; write --set FIELD=VALUE, such as --set train.lr=0.1")
+    return name.strip(), read_value(name.strip(), value.strip())
+
+
+def read_value(name: str, text: str) -> Any:
+    """A value from the command line as its field wants it; text stays text.
+
+    >>> read_value("train.lr", "1e-3"), read_value("data.dir", "2024"), read_value("init", "none")
+    (0.001, '2024', None)
+    """
+    types = field_types()
+    if name not in types:
+        raise unknown("config field", name, all_fields())
+    options = get_args(types[name]) or (types[name],)
+    if type(None) in options and text.lower() in ("none", "null"):
+        return None
+    takes_text = str in options or any(isinstance(option, str) for option in options)
+    return text if takes_text else literal(text)
+
+
+def field_types(cls: type[Any] = RunConfig, prefix: str = "") -> dict[str, Any]:
+    """The type of every field by its dotted name."""
+    found: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for item in fields(cls):
+        hint = hints[item.name]
+        nested = isinstance(hint, type) and is_dataclass(hint)
+        found |= field_types(hint, f"{prefix}{item.name}.") if nested else {f"{prefix}{item.name}": hint}
+    return found
+
+
+def names_code(model: str) -> bool:
+    """True for `package.module:factory`, whose import runs the user's code."""
+    source, colon, _ = parse_term(model, "model", "resnet20(shortcut=B)").name.partition(":")
+    return bool(colon) and source not in _LIBRARIES
+
+
+def refuse_code(model: str, where: str, allowed: bool) -> None:
+    """Code that a file names runs only if the user says so."""
+    if names_code(model) and not allowed:
+        raise ConfigError(f"{where} names code to run, model '{model}'; if you trust it, add --allow-code")
+
+
+def read_seeds(text: str | None, first: int) -> tuple[int, ...]:
+    """Seeds from `3` (three of them, from the first on) or from a list `0,5,7`.
+
+    >>> read_seeds("3", 0), read_seeds("0,5", 0), read_seeds("7,", 0), read_seeds(None, 4)
+    ((0, 1, 2), (0, 5), (7,), (4,))
+    """
+    if text is None:
+        return (first,)
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    if not pieces or not all(piece.isdecimal() for piece in pieces):
+        raise ConfigError(f"--seeds {text} cannot be read; give a number of seeds, or a list such as 0,1,2")
+    if "," in text:
+        return tuple(map(int, pieces))
+    if int(text) < 1:
+        raise ConfigError(f"--seeds {text} is out of range; give 1 or more")
+    return tuple(range(first, first + int(text)))

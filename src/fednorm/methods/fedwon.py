@@ -1,0 +1,65 @@
+"""FedWon and its pieces: no normalization layers, standardised weights, clipped gradients."""
+
+from typing import Literal
+
+from fednorm.layers.norm_free import drop_norms, residual_scaling
+from fednorm.layers.ws_conv import weight_standardise
+from fednorm.method import Change, Part
+from fednorm.pieces.changes import add_transform, chain, operate
+from fednorm.pieces.grads import agc as adaptive_clipping
+from fednorm.pieces.grads import clip_norm
+from fednorm.registry import register
+
+_NORMS, _CONVS, _CLIPPING = "choice:the norm layers", "choice:the convolutions", "choice:gradient clipping"
+
+
+def _clip(clip: float) -> Change:
+    return add_transform(adaptive_clipping, **{"agc.clip": clip})
+
+
+@register(
+    "nonorm", paper="FedWon's ablation (arXiv 2306.05879, Table 5)", summary="remove BatchNorm and put nothing there"
+)
+def nonorm(bias: bool = True) -> Part:
+    return Part(operate(drop_norms(bias)), claims=frozenset({_NORMS}))
+
+
+@register(
+    "ws",
+    paper="Qiao et al. 2019 (arXiv 1903.10520)",
+    summary="standardise the weights of every convolution; with gn it is the GN+WS of the FixBN study",
+)
+def ws(style: Literal["qiao", "scaled"] = "qiao", gain: float | None = None) -> Part:
+    return Part(operate(weight_standardise(style, gain)), claims=frozenset({_CONVS}))
+
+
+@register("agc", paper="Brock et al. 2021 (arXiv 2102.06171)", summary="clip each unit's gradient by its weight's norm")
+def agc(clip: float = 0.1) -> Part:
+    return Part(_clip(clip), claims=frozenset({_CLIPPING}))
+
+
+@register(
+    "clip", paper="Pascanu et al. 2013 (arXiv 1211.5063)", summary="clip the whole gradient's norm, as HeteroFL does"
+)
+def clip(norm: float = 1.0) -> Part:
+    return Part(add_transform(clip_norm, **{"clip.norm": norm}), claims=frozenset({_CLIPPING}))
+
+
+@register(
+    "fedwon",
+    paper="Zhuang, Lyu 2024, ICLR (arXiv 2306.05879)",
+    summary="no norm layers: scaled weight standardization and adaptive gradient clipping; works at batch size 1",
+)
+def fedwon(
+    clip: float = 0.1,
+    use_agc: bool = True,
+    gain: float = 1.7128585504496627,
+    learnable_gain: bool = False,
+    bias: bool = True,
+    residual: Literal["plain", "nf"] = "plain",
+) -> Part:
+    surgery = [drop_norms(bias), weight_standardise("scaled", gain, learnable_gain)]
+    if residual == "nf":
+        surgery.append(residual_scaling("nf"))
+    changes = [operate(*surgery)] + [_clip(clip)] * use_agc
+    return Part(chain(*changes), claims=frozenset({_NORMS, _CONVS} | ({_CLIPPING} if use_agc else set())))

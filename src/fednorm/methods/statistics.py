@@ -1,0 +1,107 @@
+"""Parts that decide how statistics are merged, taken anew after training, or found for a client never seen."""
+
+from dataclasses import replace
+from typing import Literal
+
+from fednorm.layers.static_bn import static_batch_norm
+from fednorm.method import Change, Method, Newcomer, Part, Phase
+from fednorm.moments import moments_step
+from fednorm.pieces.changes import chain, keep, merge_by, operate, policy_claims, weigh_by
+from fednorm.pieces.merges import pooled as pooled_merge
+from fednorm.pieces.weights import Weigh, by_divergence, by_size, uniform
+from fednorm.registry import register
+from fednorm.state import Kind, Policy
+
+_MERGE = frozenset({"merge:statistics"})
+_QUERY = dict.fromkeys(Kind, Policy.FROZEN) | {
+    Kind.STATISTIC: Policy.SHARED,
+    Kind.COUNTER: Policy.SHARED,
+    Kind.OPTIMIZER: Policy.FRESH,
+}
+
+
+@register("pooled", paper="law of total variance", summary="merge variances with the part that differs between clients")
+def pooled() -> Part:
+    return Part(merge_by(pooled_merge, Kind.STATISTIC), claims=_MERGE, acts_on=frozenset({Kind.STATISTIC}))
+
+
+@register(
+    "feddna",
+    paper="Duan, Li, Lu 2021, ECML-PKDD",
+    summary="merge statistics with their own weights, smaller for clients far from the pool",
+    reconstruction=True,
+)
+def feddna(q: Literal["divergence", "size", "uniform"] = "divergence", tau: float = 1.0) -> Part:
+    weights: dict[str, Weigh] = {"divergence": by_divergence(tau), "size": by_size, "uniform": uniform}
+    change = weigh_by(weights[q], Kind.STATISTIC)
+    if q == "divergence":
+        change = chain(change, merge_by(pooled_merge, Kind.STATISTIC))
+    return Part(change, claims=_MERGE | {"weights:statistics"}, acts_on=frozenset({Kind.STATISTIC}))
+
+
+def query(mode: Literal["ema", "cumulative", "pooled"]) -> Phase:
+    """A pass over the training data that takes the statistics anew: pooled by clients, or over all data as one."""
+    merge = {kind: pooled_merge if kind is Kind.STATISTIC else rule for kind, rule in Phase().merge.items()}
+    return Phase(
+        name="statistics",
+        step=moments_step(mode),
+        policy=_QUERY,
+        merge=merge,
+        work="epoch",
+        union=mode != "pooled",
+        advances=False,
+    )
+
+
+def _finish_with(phase: Phase) -> Change:
+    return lambda method: replace(method, finish=(*method.finish, phase))
+
+
+@register(
+    "posthoc",
+    paper="Zhong, Chen, Chao 2023, earlier version of FixBN, section 3.4",
+    summary="after training, take the statistics anew from the training data",
+)
+def posthoc(mode: Literal["federated", "ema", "cumulative"] = "federated") -> Part:
+    phase = query("pooled" if mode == "federated" else mode)
+    return Part(_finish_with(phase), claims=frozenset({"finish"}), acts_on=frozenset({Kind.STATISTIC}))
+
+
+@register(
+    "sbn",
+    paper="Diao, Ding, Tarokh 2021, ICLR (HeteroFL, arXiv 2010.01264)",
+    summary="static batch norm: no running statistics in training, one query fills them at the end",
+)
+def sbn(query_mode: Literal["pooled", "cumulative"] = "pooled") -> Part:
+    def ask(method: Method) -> Method:
+        return replace(method, query=query(query_mode))
+
+    change = chain(operate(static_batch_norm()), keep(statistic="dropped", counter="dropped"), weigh_by(uniform), ask)
+    return Part(change, claims=policy_claims("statistic", "counter") | {"choice:the norm layers", "weights", "finish"})
+
+
+@register(
+    "adabn",
+    paper="Li et al. 2018; SiloBN's transfer (Andreux et al. 2020)",
+    summary="clients never seen before take their statistics from their own unlabelled data",
+)
+def adabn() -> Part:
+    return _newcomer(Newcomer("reestimate"))
+
+
+@register(
+    "tsmobn",
+    paper="Jiang et al. 2021 (arXiv 2110.09974)",
+    summary="clients never seen before move their statistics with each unlabelled test batch",
+    reconstruction=True,
+)
+def tsmobn(momentum: float = 0.1) -> Part:
+    return _newcomer(Newcomer("track", momentum))
+
+
+def _newcomer(rule: Newcomer) -> Part:
+    return Part(
+        lambda method: replace(method, newcomer=rule),
+        claims=frozenset({"statistics of newcomers"}),
+        acts_on=frozenset({Kind.STATISTIC}),
+    )

@@ -1,0 +1,89 @@
+"""What a run would send and how long it would take, from the real payload and a few real steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fednorm.batches import UNION
+from fednorm.config import to_dict
+from fednorm.data.summary import summary
+from fednorm.describe import exchanges
+from fednorm.engines.base import Job, start_state
+from fednorm.engines.rounds import ENGINES
+from fednorm.evaluate import score_rows
+from fednorm.plan import Plan
+
+TIMED_STEPS = 3
+
+
+def preview(plan: Plan) -> dict[str, Any]:
+    """Config, bytes a client sends and receives in a round of each stage, the clients' data, and the time it takes."""
+    federation = plan.federation
+    return {
+        "config": to_dict(plan.config),
+        "notes": list(plan.prepared.notes),
+        "bytes_per_client": exchanges(plan.prepared, plan.optimizer),
+        "clients_per_round": plan.cohort_size if plan.method.data == "each" else 1,
+        "clients": summary(
+            [rows.numpy() for rows in federation.clients], federation.y.cpu().numpy(), federation.num_classes
+        ),
+        "estimate": estimate(plan),
+    }
+
+
+def estimate(plan: Plan) -> dict[str, float]:
+    """Seconds of a step and of scoring one example, measured, and of the whole run, multiplied out."""
+    with _threads(plan.config.engine.threads):
+        step, example = _seconds_of_step(plan), _seconds_of_example(plan)
+    config, federation = plan.config, plan.federation
+    union = plan.method.data == "union"
+    everyone = (UNION,) if union else federation.training_clients
+    share = 1.0 if union else plan.cohort_size / len(everyone)
+    steps = max(
+        share * sum(plan.num_steps(client, phase) for client in everyone for phase in stage)
+        for stage in plan.method.stages
+    )
+    scored = len(federation.test_y) + sum(map(len, federation.own_test))
+    evaluations = math.ceil(config.rounds / config.eval_every)
+    seconds = config.rounds * steps * step + evaluations * scored * example
+    return {"seconds": seconds, "seconds_per_step": step, "steps_per_round": steps, "evaluations": evaluations}
+
+
+def _seconds_of_step(plan: Plan) -> float:
+    engine = ENGINES[plan.config.engine.name](plan)
+    phase = plan.method.stages[0][0]
+    client = UNION if plan.method.data == "union" else plan.federation.training_clients[0]
+
+    def train(num_steps: int) -> float:
+        job = Job(client, start_state(plan, plan.schema(phase), plan.initial(), {}), 0, num_steps)
+        started = time.perf_counter()
+        list(engine.train(phase, 1, [job], False))
+        return time.perf_counter() - started
+
+    train(1)  # the first step also pays for what torch sets up once
+    return train(TIMED_STEPS) / TIMED_STEPS
+
+
+def _seconds_of_example(plan: Plan) -> float:
+    federation = plan.federation
+    rows = torch.arange(min(len(federation.test_y), plan.config.eval.chunk))
+    started = time.perf_counter()
+    sums = score_rows(plan, plan.initial(), (federation.test_x, federation.test_y), rows)
+    float(sums["loss"])  # waits for the device
+    return (time.perf_counter() - started) / len(rows)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,126 @@
+"""Augmentation: what each operation does, equal bits under vmap, good errors."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednorm import rng
+from fednorm.data.augment import augment, augment_with_mask, parse
+from fednorm.errors import ConfigError
+
+SPECS = ("flip", "crop(2)+flip", "rotate(30)+flip", "window(6)+flip", "crop(3)+rotate(45)+window(5)")
+
+
+def images(batch=6, channels=3, height=9, width=8):
+    count = batch * channels * height * width
+    return (torch.arange(1, count + 1) % 251 + 1).to(torch.uint8).reshape(batch, channels, height, width)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_vmap_over_clients_gives_the_bits_of_a_loop(spec, dtype):
+    x = torch.stack([images(), images() + 1, images() + 2]).to(dtype)
+    keys = rng.key(7, "augment", torch.arange(3))
+    loop = torch.stack([augment(part, key, spec) for part, key in zip(x, keys, strict=True)])
+    mapped = torch.vmap(lambda part, key: augment(part, key, spec))(x, keys)
+    assert torch.equal(loop, mapped)
+    assert loop.dtype == dtype
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("spec", SPECS)
+def test_cuda_gives_the_bits_of_the_cpu(spec):
+    key = rng.key(3)
+    assert torch.equal(augment(images(), key, spec), augment(images().cuda(), key, spec).cpu())
+
+
+@given(st.integers(0, 2**40), st.integers(1, 4))
+def test_pad_and_crop_is_a_window_of_the_padded_image(seed, pad):
+    x = images()
+    out = augment(x, rng.key(seed), f"crop({pad})")
+    padded = torch.nn.functional.pad(x, (pad,) * 4)
+    for before, after in zip(padded, out, strict=True):
+        windows = [before[:, i : i + 9, j : j + 8] for i in range(2 * pad + 1) for j in range(2 * pad + 1)]
+        assert any(torch.equal(window, after) for window in windows)
+
+
+def test_flip_mirrors_about_half_of_the_images_whole():
+    x = images(batch=400)
+    out = augment(x, rng.key(1), "flip")
+    same = (out == x).flatten(1).all(1)
+    mirrored = (out == x.flip(3)).flatten(1).all(1)
+    assert bool((same | mirrored).all())
+    assert 150 < int(mirrored.sum()) < 250
+
+
+def test_crop_offsets_are_uniform_and_rows_and_columns_independent():
+    point = torch.zeros(2000, 1, 7, 7, dtype=torch.uint8)
+    point[:, :, 3, 3] = 1
+    places = augment(point, rng.key(2), "crop(1)").flatten(1).argmax(1)
+    counts = torch.bincount(places, minlength=49)
+    assert int((counts > 0).sum()) == 9
+    assert counts[counts > 0].min() > 160
+
+
+def test_rotation_by_nothing_is_the_image_and_a_quarter_turn_at_most_moves_the_corner():
+    x = images(height=8, width=8)
+    assert torch.equal(augment(x, rng.key(4), "rotate(0)"), x)
+    turned = augment(torch.full((50, 1, 33, 33), 9, dtype=torch.uint8), rng.key(4), "rotate(45)")
+    assert bool((turned[:, 0, 16, 16] == 9).all())
+    assert bool((turned[:, 0, 0, 0] == 0).any())
+
+
+def test_rotation_keeps_a_disc_and_its_mass():
+    yy, xx = torch.meshgrid(torch.arange(41) - 20, torch.arange(41) - 20, indexing="ij")
+    disc = ((yy**2 + xx**2) <= 15**2).to(torch.uint8)[None, None].expand(20, -1, -1, -1)
+    turned = augment(disc, rng.key(0), "rotate(30)")
+    assert int((turned != disc).sum(dim=(1, 2, 3)).max()) < 60
+
+
+def test_masks_move_with_their_images():
+    x = images(channels=1, height=12, width=12)
+    out, mask = augment_with_mask(x, x[:, 0], rng.key(5), "crop(2)+window(8)+flip+rotate(20)", mask_fill=0)
+    assert out.shape == (6, 1, 8, 8)
+    assert torch.equal(out[:, 0], mask)
+    _, filled = augment_with_mask(x, x[:, 0], rng.key(5), "crop(2)", mask_fill=255)
+    assert torch.equal((filled == 255), augment(x, rng.key(5), "crop(2)")[:, 0] == 0)
+
+
+def test_window_lies_inside_and_pads_what_is_too_small():
+    x = images(height=12, width=20)
+    assert bool((augment(x, rng.key(6), "window(12)") > 0).all())
+    large = augment(x, rng.key(6), "window(16)")
+    assert large.shape[2:] == (16, 16)
+    assert bool((large[:, :, 12:] == 0).all())
+
+
+def test_same_key_same_bits_other_key_other_bits():
+    x = images(batch=32)
+    first, again, other = (augment(x, rng.key(0, "augment", client), "crop(2)+flip") for client in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_none_returns_the_input_itself():
+    x = images()
+    assert augment(x, rng.key(0), "none") is x
+    assert str(parse("")) == "none"
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("flop", "augmentation 'flop' is not known; did you mean 'flip'?"),
+        ("crop", "augmentation 'crop' needs its pixels, as in crop(4)"),
+        ("crop(2", "augmentation 'crop(2' cannot be read at 'crop(2'; write it like crop(2)+flip, or none"),
+        ("crop(2.5)", "augmentation 'crop': pixels must be a whole number from 1 to 512, not '2.5'"),
+        ("flip(x)", "augmentation 'flip': chance must be a number from 0 to 1, not 'x'"),
+        ("rotate(nan)", "augmentation 'rotate': degrees must be a number from 0 to 180, not 'nan'"),
+        ("crop(inf)", "augmentation 'crop': pixels must be a whole number from 1 to 512, not 'inf'"),
+    ],
+)
+def test_bad_specs_are_refused(spec, text):
+    with pytest.raises(ConfigError) as caught:
+        parse(spec)
+    assert str(caught.value) == text

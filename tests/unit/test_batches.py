@@ -1,0 +1,82 @@
+"""Batches are a pure function of (seed, client, k), and validation rows are never trained on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny
+from fednorm.batches import UNION, Batches
+from fednorm.data.federation import Federation
+from fednorm.errors import ConfigError
+
+
+def make(data: Federation | None = None, **changes) -> Batches:
+    chosen = {"seed": 0, "batch_size": 4, "union_batch_size": 12, "dtype": torch.float64} | changes
+    return Batches(federation=data or tiny.federation(), **chosen)
+
+
+@given(st.integers(0, 2), st.lists(st.integers(0, 40), min_size=1, max_size=6))
+def test_the_history_of_requests_does_not_matter(client: int, requests: list[int]) -> None:
+    used = make()
+    for k in requests:
+        x, y, key = used.batch(client, k)
+        fresh_x, fresh_y, fresh_key = make().batch(client, k)
+        assert torch.equal(x, fresh_x)
+        assert torch.equal(y, fresh_y)
+        assert torch.equal(key, fresh_key)
+
+
+def test_seed_client_and_place_all_matter() -> None:
+    data = tiny.federation((40, 40))
+    keys = {int(make(data, seed=seed).batch(client, k)[2]) for seed in (0, 1) for client in (0, 1) for k in (0, 1)}
+    assert len(keys) == 8
+    rows = {tuple(make(data, seed=seed).stream(0).batch(k).tolist()) for seed in (0, 1) for k in range(12)}
+    assert len(rows) == 24
+
+
+@given(st.integers(2, 30), st.integers(2, 9), st.integers(0, 3))
+def test_no_example_comes_twice_in_an_epoch(size: int, batch_size: int, epoch: int) -> None:
+    batches = make(tiny.federation((size,)), batch_size=batch_size)
+    per_epoch = batches.per_epoch(0)
+    rows = torch.cat([batches.stream(0).batch(epoch * per_epoch + k) for k in range(per_epoch)]).tolist()
+    assert len(rows) == len(set(rows)) >= size - 1
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5])
+def test_training_and_validation_rows_part_the_data(fraction: float) -> None:
+    batches = make(val_fraction=fraction)
+    for client, rows in enumerate(batches.federation.clients):
+        train, held = batches.split(client)
+        assert sorted(train.tolist() + held.tolist()) == rows.tolist()
+        assert len(held) == round(len(rows) * fraction)
+        drawn = torch.cat([batches.stream(client).batch(k) for k in range(batches.per_epoch(client))])
+        assert not set(drawn.tolist()) & set(held.tolist())
+        assert batches.num_examples(client) == len(train)
+
+
+def test_the_union_has_everybodys_training_rows() -> None:
+    batches = make(val_fraction=0.25)
+    expected = [row for client in range(3) for row in batches.split(client)[0].tolist()]
+    assert batches.rows(UNION).tolist() == expected
+    assert len(batches.batch(UNION, 0)[0]) == 12
+
+
+def test_images_become_the_models_numbers_and_tokens_stay() -> None:
+    batches = make()
+    assert batches.inputs(torch.zeros(1, 1, 2, 2, dtype=torch.uint8)).dtype == torch.float64
+    assert batches.inputs(torch.zeros(1, 3, dtype=torch.int64)).dtype == torch.int64
+
+
+def test_a_validation_share_that_sets_nothing_aside_is_refused() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        tiny.plan("fedavg", data__val_fraction=0.01)
+    assert str(refusal.value) == "data.val_fraction=0.01 sets no example of any client aside; give a larger share"
+
+
+def test_a_validation_share_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        tiny.plan("fedavg", data=tiny.federation((8, 2)), data__val_fraction=0.9)
+    assert str(refusal.value) == "client 1 has no training examples left; lower data.val_fraction"

@@ -1,0 +1,126 @@
+"""Which model is scored on which data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import tiny
+from fednorm.engines.rounds import Run
+from fednorm.evaluate import averaged_local, evaluate
+from fednorm.plan import Plan
+from fednorm.state import Kind, Tree
+from fednorm.store import ClientState
+
+
+def accuracy(plan: Plan, state: Tree, rows: Tensor | None = None, training: bool = False) -> float:
+    """By hand: the share of rows the model gets right, in percent."""
+    data = plan.federation
+    pool = (data.x, data.y) if training else (data.test_x, data.test_y)
+    rows = torch.arange(len(pool[1])) if rows is None else rows
+    own = {key: state[key] for key in plan.prepared.facts.entries}
+    with torch.no_grad():
+        output = functional_call(plan.prepared.model.eval(), own, (pool[0][rows],))
+    return 100 * int((output.argmax(1) == pool[1][rows]).sum()) / len(rows)
+
+
+def scores(run: Run) -> dict[str, Any]:
+    return evaluate(run.plan, run.plan.method.phases[-1], run.server, run.store)
+
+
+@pytest.fixture(scope="module")
+def fedbn() -> Run:
+    return tiny.play(tiny.plan("fedbn", data__val_fraction=0.25))
+
+
+def own_model(run: Run, client: int) -> Tree:
+    return {**run.server, **run.store.get(client).tree}
+
+
+def averaged_model(run: Run) -> Tree:
+    states = [run.store.get(client).tree for client in run.store.seen()]
+    mean = {key: torch.stack([s[key].double() for s in states]).mean(0) for key in states[0]}
+    return {**run.server, **mean}
+
+
+def test_the_global_model_is_scored_on_the_whole_test_set() -> None:
+    run = tiny.play(tiny.plan("fedavg"))
+    pooled = scores(run)["pooled"]
+    assert pooled["accuracy"] == accuracy(run.plan, run.server)
+    assert pooled["how"] == "global model"
+    assert len(pooled["per_class"]) == tiny.NUM_CLASSES
+
+
+def test_local_batch_norms_are_averaged_for_the_pooled_score_which_says_so(fedbn: Run) -> None:
+    pooled = scores(fedbn)["pooled"]
+    assert pooled["accuracy"] == accuracy(fedbn.plan, averaged_model(fedbn))
+    assert pooled["how"] == "averaged local state"
+
+
+def test_each_client_is_scored_with_its_own_model_on_its_own_rows(fedbn: Run) -> None:
+    own = scores(fedbn)["own_client"]
+    tests = fedbn.plan.federation.own_test
+    by_hand = {c: accuracy(fedbn.plan, own_model(fedbn, c), tests[c]) for c in range(3)}
+    assert own["per_client"] == by_hand
+    assert own["accuracy"] == sum(by_hand.values()) / 3
+    assert own["worst"] == min(by_hand.values())
+
+
+def test_validation_uses_rows_set_aside_from_training(fedbn: Run) -> None:
+    held = [fedbn.plan.batches.split(c)[1] for c in range(3)]
+    by_hand = {c: accuracy(fedbn.plan, own_model(fedbn, c), held[c], training=True) for c in range(3)}
+    assert scores(fedbn)["validation"]["per_client"] == by_hand
+    assert "validation" not in scores(tiny.play(tiny.plan("fedavg", rounds=1)))
+
+
+def test_a_newcomer_gets_the_average() -> None:
+    data = replace(tiny.federation((8, 12, 9, 7)), unseen=frozenset({3}))
+    run = tiny.play(tiny.plan("fedbn", data=data))
+    assert run.store.seen() == [0, 1, 2]
+    found = scores(run)
+    assert found["unseen"]["per_client"] == {3: accuracy(run.plan, averaged_model(run), data.own_test[3])}
+    assert set(found["own_client"]["per_client"]) == {0, 1, 2}
+
+
+def test_models_that_share_no_weight_are_scored_one_by_one() -> None:
+    run = tiny.play(tiny.plan("standalone"))
+    pooled = scores(run)["pooled"]
+    by_hand = {c: accuracy(run.plan, own_model(run, c)) for c in range(3)}
+    assert pooled["per_client"] == by_hand
+    assert pooled["how"] == "mean over the clients' own models"
+
+
+def test_domains_are_averaged_without_weights() -> None:
+    domains = {"small": torch.tensor([0, 1]), "large": torch.arange(2, 18)}
+    run = tiny.play(tiny.plan("fedavg", data=replace(tiny.federation(), domains=domains)))
+    found = scores(run)["domains"]
+    by_hand = {name: accuracy(run.plan, run.server, rows) for name, rows in domains.items()}
+    assert found["per_domain"] == by_hand
+    assert found["accuracy"] == sum(by_hand.values()) / 2
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 500])
+def test_the_chunk_does_not_matter(chunk: int) -> None:
+    run = tiny.play(tiny.plan("fedavg", rounds=1, eval__chunk=chunk))
+    found = scores(run)["pooled"]
+    assert found["accuracy"] == accuracy(run.plan, run.server)
+
+
+def test_counters_average_by_maximum_and_clients_without_state_do_not_count(fedbn: Run) -> None:
+    run = tiny.play(tiny.plan("fedbn", rounds=1))
+    run.store.put(7, ClientState(0, {}))
+    average = averaged_local(run.plan, run.plan.method.phases[0], run.store)
+    counters = [k for k, e in run.plan.prepared.facts.entries.items() if e.kind is Kind.COUNTER]
+    assert {average[key].dtype for key in counters} == {torch.int64}
+    assert all(int(average[key]) == 2 for key in counters)
+
+
+def test_evaluation_changes_nothing() -> None:
+    often = tiny.fingerprint(tiny.play(tiny.plan("fedbn", eval__every=1)))
+    seldom = tiny.fingerprint(tiny.play(tiny.plan("fedbn", eval__every=4)))
+    assert (often["server"], often["clients"]) == (seldom["server"], seldom["clients"])

@@ -1,0 +1,46 @@
+"""Learning rate by round."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednorm.errors import ConfigError
+from fednorm.schedule import lr_factor
+
+SCHEDULES = st.sampled_from(["constant", "step", "cosine", "linear", "step(factor=0.5,at=0.2/0.4/0.9)"])
+
+
+@given(SCHEDULES, st.integers(1, 300))
+def test_it_starts_at_one_and_never_rises_or_reaches_zero(schedule: str, rounds: int) -> None:
+    factors = [lr_factor(schedule, round, rounds) for round in range(1, rounds + 1)]
+    assert factors[0] == 1
+    assert all(0 < later <= earlier for earlier, later in zip(factors, factors[1:], strict=False))
+
+
+def test_step_drops_after_exactly_half_and_three_quarters() -> None:
+    factors = [round(lr_factor("step", number, 40), 6) for number in range(1, 41)]
+    assert factors == [1.0] * 20 + [0.1] * 10 + [0.01] * 10
+
+
+def test_values_worked_by_hand() -> None:
+    assert lr_factor("linear", 6, 10) == 0.5
+    assert lr_factor("cosine", 6, 10) == pytest.approx(0.5)
+    assert lr_factor("constant", 9, 10) == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("steps", "schedule 'steps' is not known; did you mean 'step'?"),
+        ("step(gamma=0.1)", "option of schedule 'step' 'gamma' is not known"),
+        ("cosine(at=0.5)", "option of schedule 'cosine' 'at' is not known"),
+        ("step(at=half)", "schedule 'step(at=half)' needs numbers, as in step(factor=0.1,at=0.5/0.75)"),
+        ("a+b", "schedule 'a+b' names more than one; expected something like step(factor=0.1,at=0.5/0.75)"),
+    ],
+)
+def test_mistakes_are_named(schedule: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        lr_factor(schedule, 1, 10)
+    assert str(refusal.value).startswith(message)
