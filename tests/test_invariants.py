@@ -90,6 +90,27 @@ def test_i02_the_centralized_method_takes_that_step_too() -> None:
     assert distance(federated.server, centralized.server) < EXACT
 
 
+@pytest.mark.parametrize("kept", ["local-momentum", "global-momentum", ""])
+def test_i03_with_maintained_momentum_it_is_centralized_momentum_sgd_and_without_it_is_not(kept: str) -> None:
+    model = warmed_up(tiny.residual_net())
+    data = tiny.federation(equal_batches())
+    method = f"fixbn(at=0)+{kept}".rstrip("+")
+    changes = {"train__local_steps": 1, "train__batch_size": 6, "rounds": 4, "train__momentum": 0.9}
+    made = tiny.plan(method, data=data, model=model, **changes)
+    twin = copy.deepcopy(made.prepared.model)
+    train = made.config.train
+    optimizer = torch.optim.SGD(twin.parameters(), lr=train.lr, momentum=0.9, weight_decay=train.weight_decay)
+    for k in range(4):
+        x, y = tiny.union_batch(made, k)
+        optimizer.zero_grad()
+        with training_mode(twin, frozenset({Kind.STATISTIC})):
+            made.task.loss(twin(x), y).backward()
+        optimizer.step()
+    server = tiny.play(made).server
+    gap = distance({entry.key: server[entry.key] for entry in made.prepared.entries}, dict(twin.state_dict()))
+    assert gap < EXACT if kept else gap > 1e-4
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "silobn"])
 def test_i08_plain_batch_norm_is_not_centralized_sgd(method: str) -> None:
     made, merged = one_round(method)
@@ -303,6 +324,16 @@ def test_i16_fixbn_that_freezes_after_the_last_round_is_fedavg(seed: int) -> Non
     assert fixbn == tiny.fingerprint(tiny.play(tiny.plan("fedavg", seed=seed)))
     half = tiny.fingerprint(tiny.play(tiny.plan("fixbn", seed=seed)))
     assert half["server"] != fixbn["server"]
+
+
+@pytest.mark.parametrize("affine", ["true", "false"])
+def test_i16_the_affine_moves_after_the_freeze_unless_it_is_frozen_too(affine: str) -> None:
+    made = tiny.plan(f"fixbn(at=2,affine={affine})", rounds=4)
+    run = Run(made, Store())
+    keys = [entry.key for entry in made.prepared.entries if entry.kind is Kind.AFFINE]
+    marks = [digest({key: run.server[key] for key in keys}) for _ in run.rounds()]
+    assert marks[0] != marks[1]
+    assert (marks[1] == marks[2] == marks[3]) == (affine == "true")
 
 
 def test_i21_fedprox_without_a_penalty_is_fedavg() -> None:

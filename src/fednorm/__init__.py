@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,6 +61,17 @@ _HOME = {
     "split": "loop",
 }
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+class _Package(ModuleType):
+    """`run`, `compare`, `prepare` and `registry` live in modules of the same name, which must not hide them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -66,15 +67,29 @@ class Batches:
 
     def batch(self, client: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """(x, y, key) of the client's k-th batch; the key serves the random layers of the model."""
-        rows = self.stream(client).batch(k).to(self.federation.x.device)
+        x, y, key = self.stack([client], [k])
+        return x[0], y[0], key[0]
+
+    def sizes(self, clients: Sequence[int], ks: Sequence[int]) -> list[int]:
+        """How many examples these batches have."""
+        return [len(self.stream(client).batch(k)) for client, k in zip(clients, ks, strict=True)]
+
+    def stack(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Batches of equal size of several clients, stacked: one gather and one augmentation for all."""
+        device = self.federation.x.device
+        rows = torch.stack([self.stream(client).batch(k) for client, k in zip(clients, ks, strict=True)]).to(device)
         x, y = self.federation.x[rows], self.federation.y[rows]
-        key = rng.key(self.seed, "step", client, k)
+        keys = torch.stack([rng.key(self.seed, "step", client, k) for client, k in zip(clients, ks, strict=True)])
+        keys = keys.to(device)
         plan = parse_augmentation(self.augmentation)
-        if y.dim() > 1:
-            x, y = augment_with_mask(x, y, rng.key(key, "augment"), plan)
-        else:
-            x = augment(x, rng.key(key, "augment"), plan)
-        return self.inputs(x), y, key.to(x.device)
+        if plan.steps:
+            draws = rng.key(keys, "augment")
+            if y.dim() > 2:
+                fill = self.federation.ignore_index
+                x, y = torch.vmap(lambda x, y, key: augment_with_mask(x, y, key, plan, fill))(x, y, draws)
+            else:
+                x = torch.vmap(lambda x, key: augment(x, key, plan))(x, draws)
+        return self.inputs(x), y, keys
 
     def inputs(self, raw: Tensor) -> Tensor:
         """Raw rows as the model's numbers; inputs that are no numbers of that type (tokens) stay as they are."""

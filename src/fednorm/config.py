@@ -82,8 +82,8 @@ class EvalConfig:
 class EngineConfig:
     """Where and how the run is computed."""
 
-    name: Literal["sequential"] = "sequential"
-    """engine; sequential is the reference"""
+    name: Literal["sequential", "stacked"] = "sequential"
+    """engine: sequential is the reference, stacked trains all clients of a round at once"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps"""
     threads: int = 0

@@ -36,20 +36,18 @@ def play_demo(out: str | Path, *, jobs: int = 2, on_event: OnEvent | None = None
 
 
 def what_was_seen(result: Result) -> str:
-    """One sentence from the numbers: the best and the worst federated method on the pooled test, and the way to go."""
-    lines = {line["method"]: line for line in result.table()}
-    federated = [line for line in lines.values() if line["bytes_per_round"]]
-    ranked = sorted(federated, key=lambda line: line["pooled"]["mean"])
-    worst, best = ranked[0], ranked[-1]
-    text = (
-        f"On the pooled test {best['method']} ({cell_text(best['pooled'])}) was the best federated method and "
-        f"{worst['method']} ({cell_text(worst['pooled'])}) the worst"
-    )
-    if "centralized" not in lines:
-        return f"{text}."
-    central = lines["centralized"]["pooled"]
-    gaps = [central["mean"] - line["pooled"]["mean"] for line in (best, worst)]
+    """One sentence from the pooled column: the best and the worst global model of a federation, and what was possible.
+
+    Methods that keep state on the clients are left out: their pooled cell is not the score of one model they made.
+    """
+    lines = result.table()
+    federated = [line for line in lines if line["bytes_per_round"] and line["how"] == "global model"]
+    worst, *_, best = sorted(federated, key=lambda line: line["pooled"]["mean"])
+    central = next(line["pooled"] for line in lines if line["method"] == "centralized")
+    above = {line["method"]: central["mean"] - line["pooled"]["mean"] for line in (best, worst)}
+    gaps = [f"{abs(gap):.1f} points {'above' if gap >= 0 else 'below'} {method}" for method, gap in above.items()]
     return (
-        f"{text}; centralized training reached {cell_text(central)}, "
-        f"{gaps[0]:.1f} points above the one and {gaps[1]:.1f} above the other."
+        f"On the pooled test, among federated methods with one global model, {best['method']} came out best "
+        f"({cell_text(best['pooled'])}) and {worst['method']} worst ({cell_text(worst['pooled'])}); centralized "
+        f"training reached {cell_text(central)}, {' and '.join(gaps)}."
     )

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import safetensors.torch
 
 from fednorm import __version__
+from fednorm.engines.base import start_state
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.evaluate import averaged_local, client_model
 from fednorm.folder import RunFolder, disk_errors
+from fednorm.pieces.fold import fold_with_report
 from fednorm.plan import Plan, make_plan
 from fednorm.run import Given, read_config
-from fednorm.state import Tree
+from fednorm.state import Tree, is_norm, model_state
 from fednorm.store import Store
 
 
 def export(
-    folder: str | Path, path: str | Path | None = None, *, client: int | None = None, given: Given | None = None
+    folder: str | Path,
+    path: str | Path | None = None,
+    *,
+    client: int | None = None,
+    fold: bool = False,
+    given: Given | None = None,
 ) -> Path:
     """Write a run's model as safetensors and return where: all entries of the model's state dict, nothing else.
 
-    Without a client it is the global model; entries that stayed local are then their clients' mean. `given` holds the
-    model and data of a run that was started from Python with its own.
+    Without a client it is the global model; entries that stayed local are then their clients' mean. `fold` writes the
+    same function with fewer layers, for inference (see `folded`). `given` holds the model and data of a run that was
+    started from Python with its own.
     """
     place = RunFolder(Path(folder))
     config, comparison = read_config(place)
@@ -38,7 +47,9 @@ def export(
         rounds = store.facts().get("round", 0)
     finally:
         store.close()
-    target = Path(path) if path else place.path / ("global.safetensors" if client is None else f"client-{client}.safetensors")
+    state, about_fold = folded(plan, state) if fold else (state, {"folded": "false"})
+    name = ("global" if client is None else f"client-{client}") + "-folded" * fold
+    target = Path(path) if path else place.path / f"{name}.safetensors"
     metadata = {
         "format": "pt",
         "model": config.model,
@@ -49,6 +60,7 @@ def export(
         "seed": str(config.seed),
         "rounds": str(rounds),
         "fednorm": __version__,
+        **about_fold,
     }
     draft = target.with_name(target.name + ".part")
     with disk_errors(target):
@@ -58,19 +70,35 @@ def export(
     return target
 
 
+def folded(plan: Plan, state: Tree) -> tuple[Tree, dict[str, str]]:
+    """The state of the model with BatchNorm and standardised weights folded into plain layers, and what became of it.
+
+    It fits the network that `fednorm.pieces.fold.fold` makes of the run's model: layers that took in a norm have a
+    bias, and the norm is gone.
+    """
+    model = copy.deepcopy(plan.prepared.model).cpu()
+    model.load_state_dict(state, strict=False)  # a tensor that two layers share is in the state once
+    network, report = fold_with_report(model)
+    if not report.changed:
+        why = report.notes[0] if report.notes else "it has no BatchNorm and no standardised convolution"
+        raise ConfigError(f"'{plan.config.model}' with '{plan.method.name}' cannot be folded: {why}; leave out --fold")
+    left = [name for name, module in network.named_modules() if is_norm(module)]
+    tree = {key: value.contiguous() for key, value in model_state(network).items()}
+    return tree, {"folded": "true", "fold": "; ".join(report.notes), "norms_left": ", ".join(left) or "none"}
+
+
 def model_of(plan: Plan, store: Store, client: int | None) -> Tree:
     """The state of the global model, or of one client's, as the last round left it."""
-    if client is not None and not 0 <= client < len(plan.federation.clients):
-        raise ConfigError(f"client {client} does not exist; the run has clients 0 to {len(plan.federation.clients) - 1}")
-    facts = store.facts()
-    if not facts:
+    number = len(plan.federation.clients)
+    if client is not None and not 0 <= client < number:
+        raise ConfigError(f"client {client} does not exist; the run has clients 0 to {number - 1}")
+    if not store.facts():
         raise CheckpointError(f"'{store.path}' holds no round; the run never started")
-    phase = plan.method.stages[-1][-1]
+    phase = plan.method.tested(-1)
     average = averaged_local(plan, phase, store)
-    # A client that never took part has what a newcomer has: -1 is nobody's id, so nothing is found under it.
-    who = client if client is not None and plan.method.data == "each" else NOBODY
-    state = client_model(plan, phase, store.tree("model"), store, who, average)
+    server = store.tree("model")
+    if client is None or plan.method.data == "union":
+        state = start_state(plan, plan.schema(phase), server, average)
+    else:
+        state = client_model(plan, phase, server, store, client, average)
     return {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}
-
-
-NOBODY = -1000

@@ -50,7 +50,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             raise DiskError(f"'{path}' cannot be written: {error.strerror}; free some space and resume") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG):
             raise ConfigError(
                 f"'{path}' cannot be written: {error.strerror}; choose another folder with --out"
             ) from None

@@ -7,7 +7,6 @@ optimizer for methods that maintain momentum) is the caller's to store.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,10 +92,12 @@ def merge(
             raise ConfigError(f"client {each.client}: {why}; its update cannot be merged")
         if clients.count(each.client) > 1:
             raise ConfigError(f"client {each.client} sent {clients.count(each.client)} updates; merge one per client")
-    reports = sorted((each.report for each in updates), key=lambda report: report.client)
-    if updates and not all(math.isfinite(weight) for weigh in phase.weigh.values() for weight in weigh(reports)):
-        raise ConfigError(f"'{method.name}' weighs clients by their loss; give every update its losses")
-    merged, memory = merge_updates(phase, server, updates, schema, {})
+    try:
+        merged, memory = merge_updates(phase, server, updates, schema, {})
+    except KeyError as missing:
+        raise ConfigError(
+            f"'{method.name}' weighs clients by a number that is not reported ({missing}); give every update its losses"
+        ) from None
     if memory:
         raise _refusal(method, "remembers something at the server between rounds")
     return merged
@@ -243,7 +244,7 @@ def _playable(expression: str | Method) -> Method:
         raise _refusal(method, "trains on everybody's data and exchanges nothing")
     if "lockstep" in method.needs:
         raise _refusal(method, "needs all clients in lockstep")
-    if method.finish or any(len(stage) != 1 for stage in method.stages):
+    if method.finish or method.query or any(len(stage) != 1 for stage in method.stages):
         raise _refusal(method, "needs more than one exchange in a round")
     for phase in method.phases:
         odd = {kind for kind, policy in phase.policy.items() if policy in (Policy.FRESH, Policy.REPORTED)}

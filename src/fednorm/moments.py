@@ -59,7 +59,7 @@ def moments_step(mode: Mode) -> StepMaker:
                 loss = spec.task.loss(forward(spec, params | scratch, x, key), y)
             new = dict(rest)
             for layer, inputs in seen.items():
-                _take(new, layer, inputs, before, len(x), mode)
+                _take(new, layer, inputs, spec.model.get_submodule(layer), before, len(x), mode)
             return StepOut(params, new, {**buffers, _COUNT: before + len(x)}, loss, {})
 
         return step
@@ -67,7 +67,14 @@ def moments_step(mode: Mode) -> StepMaker:
     return make
 
 
-def _take(state: Tree, layer: str, inputs: Tensor, before: Tensor, size: int, mode: Mode) -> None:
+def std_eps(module: nn.Module) -> float:
+    """What a layer that keeps a standard deviation has under its root, and so in the deviation it keeps."""
+    return getattr(module, "eps", 0.0)
+
+
+def _take(
+    state: Tree, layer: str, inputs: Tensor, module: nn.Module, before: Tensor, size: int, mode: Mode
+) -> None:
     """Fold one batch into a layer's statistics; `before` examples were folded already."""
     prefix = f"{layer}." if layer else ""
     mean_key, var_key = f"{prefix}running_mean", f"{prefix}running_var"
@@ -79,14 +86,17 @@ def _take(state: Tree, layer: str, inputs: Tensor, before: Tensor, size: int, mo
     old_var = torch.where(start, 1.0, state[var_key] if var_key in state else state[std_key].square())
     batches = torch.where(start, 0, state[count_key]) if count_key in state else None
     mean, var = moments(inputs)
+    if std_key in state:
+        var = var + std_eps(module)
+    elif mode != "pooled":
+        count = inputs.numel() // inputs.shape[1]
+        var = var * (count / max(1, count - 1))
     if mode == "pooled":
         share = (size / (before + size)).to(mean.dtype)
         gap = mean - old_mean
         new_mean = old_mean + share * gap
         new_var = (1 - share) * torch.where(start, 0.0, old_var) + share * var + share * (1 - share) * gap.square()
     else:
-        count = inputs.numel() // inputs.shape[1]
-        var = var * (count / max(1, count - 1))
         rate = 0.1 if mode == "ema" or batches is None else 1 / (batches + 1).to(mean.dtype)
         new_mean, new_var = old_mean + rate * (mean - old_mean), old_var + rate * (var - old_var)
     state[mean_key] = new_mean

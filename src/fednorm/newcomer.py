@@ -10,7 +10,7 @@ from fednorm.client import StepSpec, forward, training_mode
 from fednorm.engines.base import step_spec
 from fednorm.layers.batch_stats import moments
 from fednorm.method import Phase
-from fednorm.moments import inputs_of_norms, moments_step
+from fednorm.moments import inputs_of_norms, moments_step, std_eps
 from fednorm.plan import Plan
 from fednorm.state import Tree
 
@@ -41,7 +41,9 @@ def tracked(spec: StepSpec, state: Tree, x: Tensor, momentum: float) -> Tree:
     for layer, inputs in seen.items():
         prefix = f"{layer}." if layer else ""
         mean, var = moments(inputs)
-        for key, fresh in ((f"{prefix}running_mean", mean), (f"{prefix}running_var", var)):
+        std = (var + std_eps(spec.model.get_submodule(layer))).sqrt()
+        for part, fresh in (("running_mean", mean), ("running_var", var), ("running_std", std)):
+            key = prefix + part
             if key in moved:
                 moved[key] = moved[key] + momentum * (fresh - moved[key])
     return moved

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,7 @@ def watching(
     with ExitStack() as stack:
         observers: list[OnEvent] = []
         if stream is not None:
-            made = Bars(rounds, runs, stream) if stream.isatty() else PlainLines(rounds, stream)
+            made = Bars(rounds, runs, stream) if stream.isatty() else PlainLines(rounds, runs, stream)
             observers.append(guarded(stack.enter_context(made)))
         if tensorboard is not None:
             observers.append(guarded(stack.enter_context(TensorBoard(tensorboard))))
@@ -73,6 +72,10 @@ class Pace:
         left = round((self.rounds - row["round"]) / rate)
         return f"{rate:.1f} rounds/s, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
+    def seconds(self, method: str, seed: int) -> float:
+        """Seconds of the rounds seen of a run."""
+        return sum(self._seconds[method, seed])
+
 
 def headline(row: Row) -> str | None:
     """The global model's score of a round, if it was scored: `accuracy 71.2`."""
@@ -81,10 +84,12 @@ def headline(row: Row) -> str | None:
 
 
 class PlainLines:
-    """A line for every round that was scored, for files and pipes."""
+    """For files and pipes: a line for every round that was scored, or for every run that is done if there are many."""
 
-    def __init__(self, rounds: int, stream: TextIO) -> None:
+    def __init__(self, rounds: int, runs: int, stream: TextIO) -> None:
         self.pace = Pace(rounds)
+        self.runs = runs
+        self.finished = 0
         self.stream = stream
 
     def __enter__(self) -> PlainLines:
@@ -95,9 +100,15 @@ class PlainLines:
 
     def __call__(self, method: str, seed: int, row: Row) -> None:
         pace, score = self.pace.tell(method, seed, row), headline(row)
-        if score:
-            place = f"{method} seed {seed}  round {row['round']}/{self.pace.rounds}"
-            print(f"{place}  {score}  {pace}", file=self.stream, flush=True)
+        if self.runs == 1 and score:
+            self._print(f"{method} seed {seed}  round {row['round']}/{self.pace.rounds}  {score}  {pace}")
+        elif self.runs > 1 and row["round"] == self.pace.rounds:
+            self.finished += 1
+            took = self.pace.seconds(method, seed)
+            self._print(f"[{self.finished}/{self.runs}] {method} seed {seed}  {score}  {took:.0f} s")
+
+    def _print(self, line: str) -> None:
+        print(line, file=self.stream, flush=True)
 
 
 class Bars:
@@ -111,7 +122,7 @@ class Bars:
         self.runs = runs
         self.scores: dict[tuple[str, int], str] = {}
         self.tasks: dict[tuple[str, int], Any] = {}
-        self.began: dict[tuple[str, int], float] = {}
+        self.finished = 0
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -132,7 +143,6 @@ class Bars:
         run = (method, seed)
         name = f"{method} seed {seed}"
         if run not in self.tasks:
-            self.began[run] = time.monotonic()
             self.tasks[run] = self.progress.add_task(name, total=self.pace.rounds, note="")
         pace = self.pace.tell(method, seed, row)
         self.scores[run] = headline(row) or self.scores.get(run, "")
@@ -140,13 +150,10 @@ class Bars:
         self.progress.update(self.tasks[run], completed=row["round"], note=note)
         if row["round"] == self.pace.rounds:
             self.progress.remove_task(self.tasks[run])
-            took = time.monotonic() - self.began[run] + row["seconds"]
-            place = f"[{len(self.finished)}/{self.runs}]" if self.runs > 1 else ""
-            self.progress.console.print(f"{name}  {self.scores[run]}  {took:.0f} s {place}".rstrip(), markup=False)
-
-    @property
-    def finished(self) -> list[Any]:
-        return [task for task in self.tasks.values() if task not in self.progress.task_ids]
+            self.finished += 1
+            place = f"[{self.finished}/{self.runs}] " if self.runs > 1 else ""
+            took = self.pace.seconds(method, seed)
+            self.progress.console.print(f"{place}{name}  {self.scores[run]}  {took:.0f} s", markup=False)
 
 
 class TensorBoard:

@@ -103,12 +103,50 @@ def refuse_contradictions(method: Method) -> None:
             f"'{method.name}' cannot work: centralized training has no clients that could keep state or step "
             "together; leave out centralized or the other part"
         )
+    _refuse_what_cannot_merge(method)
+    _refuse_lockstep(method, local)
     for phase in (*method.finish, *([method.query] if method.query else [])):
         for kind in sorted(local & {kind for kind, policy in phase.policy.items() if policy is Policy.SHARED}):
             raise ConfigError(
                 f"'{method.name}' cannot work: its last exchange would average the {kind} that clients keep local; "
                 "leave one of the two parts out"
             )
+
+
+_MERGED = {"merge:statistics": Kind.STATISTIC, "merge:weights and affine": Kind.WEIGHT, "weights": Kind.WEIGHT}
+_NEEDS_SERVER = frozenset({"merge:statistics", "merge:weights and affine", "loss:the proximal term"})
+
+
+def _refuse_what_cannot_merge(method: Method) -> None:
+    """Refuse parts about the merging of what is never sent, or of what only one model has."""
+    for part in method.parts:
+        if method.data == "union" and part.claims & _NEEDS_SERVER:
+            raise ConfigError(
+                f"'{method.name}' cannot work: centralized training has no server that merges or sends a model; "
+                f"leave out centralized or '{part.label}'"
+            )
+        for claim in sorted(part.claims & _MERGED.keys()):
+            kind = _MERGED[claim]
+            if all(phase.policy[kind] is not Policy.SHARED for phase in method.phases):
+                raise ConfigError(
+                    f"'{method.name}' cannot work: '{part.label}' decides how the {kind} of clients is merged, "
+                    "which another part does not send; leave one of the two parts out"
+                )
+
+
+def _refuse_lockstep(method: Method, local: set[Kind]) -> None:
+    """Refuse clients that step together where they may not tell their statistics, or learn nothing from it."""
+    together = [phase for phase in method.phases if phase.lockstep]
+    if together and Kind.STATISTIC in local:
+        raise ConfigError(
+            f"'{method.name}' cannot work: clients in lock-step exchange the statistics of their batches, which they "
+            "are to keep local; leave one of the two parts out"
+        )
+    if any(not phase.advances for phase in together):
+        raise ConfigError(
+            f"'{method.name}' cannot work: clients in lock-step exchange gradients of statistics, and in an exchange "
+            "of statistics alone there are none; leave one of the two parts out"
+        )
 
 
 def _in_words(claim: str) -> str:
@@ -127,7 +165,8 @@ def checked_options(term: Term, make: Factory) -> dict[str, Any]:
                 raise ConfigError(f"'{term.name}' takes no options but was given '{key}'; write just '{term.name}'")
             raise unknown(f"option of '{term.name}'", key, known)
         hint = hints[key]
-        options = get_args(hint) or (hint,)
+        # `float | Literal["window"]` offers a type and a word
+        options = [option for each in get_args(hint) or (hint,) for option in get_args(each) or (each,)]
         if float in options and int not in options and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not any(_fits(value, option) for option in options):

@@ -65,7 +65,7 @@ def settings_to_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
 def run(
     config: RunConfig | None = None,
     *,
-    model: nn.Module | None = None,
+    model: nn.Module | str | None = None,
     clients: Sequence[Examples] | None = None,
     test: Sequence[Examples] | Examples | None = None,
     federation: Federation | None = None,
@@ -78,7 +78,7 @@ def run(
     """Play one method and return its result.
 
     Everything has a default: `run(method="fixbn")` trains a small ResNet on the embedded images. `model` takes any
-    `nn.Module`, `clients` one (x, y) pair or `Dataset` per client with `test` for all or for each, `settings` any
+    `nn.Module` or a name, `clients` one (x, y) pair or `Dataset` per client with `test` for all or for each, `settings` any
     field of the config (`rounds=100, lr=0.1`). With `out` the run leaves a folder; `resume=True` goes on in it.
     """
     if clients is not None:
@@ -86,14 +86,14 @@ def run(
             raise ConfigError("clients were given without test data; pass test=(x, y), or a list with one per client")
         federation = from_clients(clients, test)
     config = updated(config or RunConfig(), settings_to_fields(settings))
-    if isinstance(method, str):
-        config = updated(config, {"method": method})
-    given = Given(model, federation, method if isinstance(method, Method) else None)
+    names = {"method": method, "model": model}
+    config = updated(config, {field: name for field, name in names.items() if isinstance(name, str)})
+    given = Given(model if isinstance(model, nn.Module) else None, federation, method if isinstance(method, Method) else None)
     if given.method:
         config = updated(config, {"method": given.method.name})
     if federation is not None:
         config = updated(config, {"data.name": federation.name, "data.clients": len(federation.clients)})
-    plan = make_plan(config, model=model, federation=federation, method=given.method)
+    plan = make_plan(config, model=given.model, federation=federation, method=given.method)
     if out is None:
         return Result((play(plan, Store(), None, on_round),))
     folder = RunFolder(Path(out))

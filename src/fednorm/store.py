@@ -60,7 +60,8 @@ class Store:
     def get(self, client: int) -> ClientState:
         """A client's state; empty for one that was never seen."""
         if client not in self._clients:
-            row = self._db.execute("SELECT steps, blob, digest FROM clients WHERE id=?", (client,)).fetchone()
+            with _readable(self.path):
+                row = self._db.execute("SELECT steps, blob, digest FROM clients WHERE id=?", (client,)).fetchone()
             if row is None:
                 return ClientState()
             self._clients[client] = ClientState(row[0], _decode(row[1], row[2], f"client {client} at step {row[0]}"))
@@ -73,7 +74,8 @@ class Store:
 
     def seen(self) -> list[int]:
         """Ids of all clients that have state, ascending."""
-        stored = {row[0] for row in self._db.execute("SELECT id FROM clients")}
+        with _readable(self.path):
+            stored = {row[0] for row in self._db.execute("SELECT id FROM clients")}
         return sorted(stored | self._clients.keys())
 
     # -- rounds --
@@ -139,7 +141,7 @@ def _digest(blob: bytes, place: str) -> str:
 
 
 def _decode(blob: bytes, digest: str, place: str) -> Tree:
-    if _digest(blob, place) != digest:
+    if not isinstance(blob, bytes) or _digest(blob, place) != digest:
         raise CheckpointError(f"the stored state of {place} is damaged (its digest differs); start the run anew")
     return safetensors.torch.load(blob)
 

@@ -97,7 +97,9 @@ def test_transforms_chain_in_their_order() -> None:
         spec = spec_of(tiny.conv_net(), Rule(grads=chain))
         params, rest = trees_of(spec)
         with training_mode(spec.model, frozenset()):
-            results[name] = train_step(spec)(params, rest, {}, params, x, y, KEY, {**NUMBERS, "weight_decay": 0.0}).params
+            results[name] = train_step(spec)(
+                params, rest, {}, params, x, y, KEY, {**NUMBERS, "weight_decay": 0.0}
+            ).params
     moved = {name: {key: (params[key] - value) / 0.1 for key, value in new.items()} for name, new in results.items()}
     for key, grad in moved["none"].items():
         assert torch.allclose(moved["double, add"][key], 2 * grad + 1)

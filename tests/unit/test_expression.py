@@ -10,7 +10,9 @@ from fednorm.errors import ConfigError
 from fednorm.expression import Term, literal, parse_term, parse_terms
 
 EXAMPLE = "a(x=1)+b"
-WORDS = st.from_regex(r"[a-z][a-z0-9_-]{0,6}", fullmatch=True).filter(lambda word: word not in ("true", "false", "none", "null"))
+WORDS = st.from_regex(r"[a-z][a-z0-9_-]{0,6}", fullmatch=True).filter(
+    lambda word: word not in ("true", "false", "none", "null")
+)
 VALUES = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.none(), WORDS)
 TERMS = st.builds(Term, WORDS, st.dictionaries(WORDS, VALUES, max_size=3))
 

@@ -108,7 +108,7 @@ def test_surgery_is_done_in_the_order_of_the_parts() -> None:
 
         return surgery
 
-    method = operate("second", mark("b"))(operate("first", mark("a"))(parse("fedavg")))
+    method = operate(mark("b"))(operate(mark("a"))(parse("fedavg")))
     assert prepare(PLAIN, method).notes == ("a was done", "b was done")
     assert seen == ["a", "b"]
 

@@ -67,7 +67,7 @@ def test_the_order_of_parts_that_do_not_meet_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("fedbm", "method 'fedbm' is not known; did you mean 'fedbn'? (`fednorm methods` lists all {count})"),
+        ("fedporx", "method 'fedporx' is not known; did you mean 'fedprox'? (`fednorm methods` lists all {count})"),
         (
             "fedbn+silobn",
             "'fedbn' and 'silobn' cannot be combined: both decide the policy of counter; keep one",
@@ -83,6 +83,7 @@ def test_the_order_of_parts_that_do_not_meet_does_not_matter() -> None:
         ("gn(groups=2.5)", "'gn(groups=2.5)': 2.5 does not fit; groups takes int"),
         ("gn(groups=true)", "'gn(groups=True)': True does not fit; groups takes int"),
         ("gn(groups=0)", "group norm with 0 groups cannot work; give a number of groups of at least 1"),
+        ("fixbn(at=half)", "'fixbn(at=half)': 'half' does not fit; at takes float or int or 'window'"),
         ("fixbn(at=1.5)", "at=1.5 is not a fraction of the rounds; give 0.0 to 1.0, or a whole number of rounds"),
         ("fixbn(at=-1)", "at=-1 is no round; give a whole number from 0, or a fraction such as 0.5"),
         ("fedprox(mu=-1)", "mu=-1.0 would push clients away from the server's model; give 0 or more"),
@@ -107,6 +108,8 @@ def test_a_name_is_registered_once() -> None:
 
 
 def test_needs_follow_from_the_policies() -> None:
-    needs = {name: registry()[name].needs for name in ("fedavg", "fedbn", "silobn", "fixbn", "standalone", "centralized")}
+    needs = {
+        name: registry()[name].needs for name in ("fedavg", "fedbn", "silobn", "fixbn", "standalone", "centralized")
+    }
     stateful = {name for name, each in needs.items() if "client_state" in each}
     assert stateful == {"fedbn", "silobn", "standalone"}

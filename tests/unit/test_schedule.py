@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ SCHEDULES = st.sampled_from(["constant", "step", "cosine", "linear", "step(facto
 def test_it_starts_at_one_and_never_rises_or_reaches_zero(schedule: str, rounds: int) -> None:
     factors = [lr_factor(schedule, round, rounds) for round in range(1, rounds + 1)]
     assert factors[0] == 1
-    assert all(0 < later <= earlier for earlier, later in zip(factors, factors[1:], strict=False))
+    assert all(0 < later <= earlier for earlier, later in pairwise(factors))
 
 
 def test_step_drops_after_exactly_half_and_three_quarters() -> None:

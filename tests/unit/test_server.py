@@ -78,7 +78,9 @@ def random_updates(count: int, seed: int) -> list[Update]:
 def test_the_order_of_arrival_changes_no_bit(order: list[int], seed: int) -> None:
     updates = random_updates(6, seed)
     expected = merge_updates(PHASE, PREPARED.initial, updates, SCHEMA, {})[0]
-    assert digest(merge_updates(PHASE, PREPARED.initial, [updates[i] for i in order], SCHEMA, {})[0]) == digest(expected)
+    assert digest(merge_updates(PHASE, PREPARED.initial, [updates[i] for i in order], SCHEMA, {})[0]) == digest(
+        expected
+    )
 
 
 def test_each_kind_is_merged_by_its_rule() -> None:

@@ -86,7 +86,9 @@ def test_every_batch_norm_of_torch_has_five_entries(norm: type[nn.Module]) -> No
     assert is_batch_norm(norm(3))
 
 
-@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.InstanceNorm2d(4, affine=True)])
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.InstanceNorm2d(4, affine=True)]
+)
 def test_other_norms_have_an_affine_but_are_not_batch_norms(norm: nn.Module) -> None:
     listed = entries(norm)
     assert listed
@@ -145,7 +147,9 @@ def test_nesting_of_any_depth_is_walked() -> None:
 def test_a_lazy_module_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError) as refusal:
         entries(nn.Sequential(nn.LazyLinear(3)))
-    assert str(refusal.value) == "'0.weight' has no shape yet (a lazy module); run one forward pass before using fednorm"
+    assert (
+        str(refusal.value) == "'0.weight' has no shape yet (a lazy module); run one forward pass before using fednorm"
+    )
 
 
 def test_a_materialised_lazy_batch_norm_is_an_ordinary_one() -> None:

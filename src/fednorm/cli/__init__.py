@@ -78,7 +78,7 @@ def exit_code(arguments: Sequence[str]) -> int:
         return 130
     except Exception as error:
         if isinstance(error, UsageError):
-            complain(f"{error.format_message()} (see `{_help_of(error)}`)")  # pyright: ignore[reportAttributeAccessIssue]
+            complain(f"{error.format_message().rstrip('.')} (see `{_help_of(error)}`)")  # pyright: ignore[reportAttributeAccessIssue]
             return 2
         traceback.print_exc()
         complain("this is a bug in fednorm; please report it with the lines above and the output of `fednorm doctor`")

@@ -64,7 +64,7 @@ def _print_facts(facts: dict[str, Any], json: bool) -> None:
         return
     for key, value in facts.items():
         if value not in ("", None, (), [], False):
-            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-            print(f"{key.replace('_', ' ')}: {size_text(value) if key == 'bytes' else text}")
+            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            print(f"{key.replace('_', ' ')}: {size_text(facts['bytes']) if key == 'bytes' else text}")
     if not facts["here"]:
         print("here: no")

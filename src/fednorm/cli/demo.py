@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from fednorm.cli.flags import Jobs, Json
+from fednorm.cli.flags import Jobs, Json, Out
 from fednorm.cli.output import print_json, print_scores
 from fednorm.cli.settings import Request
 from fednorm.errors import ConfigError
@@ -19,7 +16,7 @@ NEXT = """next:
 
 
 def demo(
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="folder to make; default: below runs")] = None,
+    out: Out = None,
     jobs: Jobs = 2,
     json: Json = False,
 ) -> None:

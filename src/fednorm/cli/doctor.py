@@ -23,5 +23,6 @@ def doctor(json: Json = False) -> None:
         listed = ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items())
         line = missing_line(extra, packages)
         print(f"extra {extra}: {listed}" + (f"; get it with: {line}" if line else ""))
-    print(f"data folder (FEDNORM_DATA): {found['data_folder'] or 'not set'}; data sets here: {', '.join(found['datasets'])}")
+    print(f"data folder (FEDNORM_DATA): {found['data_folder'] or 'not set'}")
+    print(f"data sets here: {', '.join(found['datasets'])}")
     print(f"one round (5 clients, 10 steps of 20 images, small_resnet): {found['seconds_per_round']:.2f} s")

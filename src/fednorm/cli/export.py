@@ -13,8 +13,11 @@ from fednorm.cli.settings import refuse_code
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
-    client: Annotated[int | None, typer.Option(metavar="ID", help="a client's own model; default: the global one")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="default: in the folder")] = None,
+    client: Annotated[int | None, typer.Option(metavar="ID", help="this client's model; default: the global")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="default: in RUN")] = None,
+    fold: Annotated[
+        bool, typer.Option("--fold", help="for inference: BatchNorm and standardised weights folded into plain layers")
+    ] = False,
     allow_code: AllowCode = False,
 ) -> None:
     """Write a run's model as a plain safetensors file."""
@@ -24,4 +27,4 @@ def export(
 
     place = RunFolder(folder)
     refuse_code(read_config(place)[0].model, f"'{place.config}'", allow_code)
-    print(write(folder, output, client=client))
+    print(write(folder, output, client=client, fold=fold))

@@ -64,6 +64,10 @@ AllowNoop = Annotated[
 Jobs = Annotated[
     int, typer.Option("--jobs", metavar="N", help="runs at a time, one process each", rich_help_panel=_MACHINE)
 ]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="DIR", help="folder to make; default: below runs", rich_help_panel=_OUTPUT),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress", rich_help_panel=_OUTPUT)]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="write TensorBoard events into the folder", rich_help_panel=_OUTPUT)
@@ -95,15 +99,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "allow_noop": (AllowNoop, False),
     "allow_code": (AllowCode, False),
     "jobs": (Jobs, 1),
-    "out": (
-        Annotated[
-            Path | None,
-            typer.Option(
-                "--out", "-o", metavar="DIR", help="folder to make; default: below runs", rich_help_panel=_OUTPUT
-            ),
-        ],
-        None,
-    ),
+    "out": (Out, None),
     "dry_run": (
         Annotated[
             bool,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from torch.func import grad_and_value
 
-from fednorm.client import StepSpec
+from fednorm.client import Step, StepSpec
+from fednorm.errors import ConfigError
 from fednorm.method import Phase
+from fednorm.pieces.weights import Report, loss_summary
 from fednorm.plan import Plan
 from fednorm.prepare import lr_factors
-from fednorm.server import Schema, Update
-from fednorm.state import Policy, Tree
+from fednorm.server import Schema, Update, keys_with
+from fednorm.state import Kind, Policy, Tree
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,72 @@ def step_spec(plan: Plan, phase: Phase, probing: bool) -> StepSpec:
         factors=lr_factors(plan.prepared, phase),
         probes=plan.probes if probing else (),
     )
+
+
+@dataclass(frozen=True)
+class Trees:
+    """A client's state (or a stack of clients' states) as a step takes it."""
+
+    params: Tree
+    rest: Tree
+    buffers: Tree
+
+
+def to_trees(plan: Plan, phase: Phase, state: Tree) -> Trees:
+    """Sort a state into what is trained, what the optimizer keeps, and the rest, of which a copy is made.
+
+    Layers move their running statistics in place, and the state a client started from is still needed afterwards.
+    """
+    trained = {entry.key for entry in plan.prepared.trained(phase)}
+    kinds = {key: entry.kind for key, (entry, _) in plan.schema(phase).items()}
+    params = {key: value for key, value in state.items() if key in trained}
+    buffers = {key: value for key, value in state.items() if kinds[key] is Kind.OPTIMIZER}
+    rest = {key: value.clone() for key, value in state.items() if key not in trained and key not in buffers}
+    return Trees(params, rest, buffers)
+
+
+def outcome(plan: Plan, phase: Phase, job: Job, end: Tree, losses: Sequence[float], seen: Tree) -> Outcome:
+    """What a client hands over after its work, and what it keeps."""
+    schema = plan.schema(phase)
+    measured = {name: measure(end, job.start, plan.prepared.facts) for name, measure in phase.measures.items()}
+    report = Report(
+        client=job.client,
+        num_examples=plan.batches.num_examples(job.client),
+        losses=loss_summary(losses, plan.batches.per_epoch(job.client)),
+        scalars={name: float(value) for name, value in measured.items()},
+    )
+    return Outcome(
+        update=Update(
+            report,
+            shared={key: end[key] for key in keys_with(schema, Policy.SHARED)},
+            reported={key: end[key] for key in keys_with(schema, Policy.REPORTED)},
+        ),
+        kept={key: end[key] for key in keys_with(schema, Policy.LOCAL)},
+        seen={name: float(value) for name, value in seen.items()},
+    )
+
+
+def mapped_step(plan: Plan, phase: Phase, probing: bool) -> Step:
+    """The phase's step over a stack of clients: every tensor has a leading client axis, numbers are common."""
+    spec = replace(step_spec(plan, phase, probing), differentiate=lambda f: grad_and_value(f, has_aux=True))
+    return torch.vmap(phase.step(spec), in_dims=(0, 0, 0, 0, 0, 0, 0, None))
+
+
+def stack_trees(trees: Sequence[Tree]) -> Tree:
+    """Trees of several clients as one tree with a leading client axis."""
+    return {key: torch.stack([tree[key] for tree in trees]) for key in trees[0]}
+
+
+def pick(tree: Tree, place: int) -> Tree:
+    """One client's tree of a stack."""
+    return {key: value[place] for key, value in tree.items()}
+
+
+def refuse_unequal(method: str, clients: Sequence[int], sizes: Sequence[int]) -> None:
+    """Clients that step together inside one layer need batches of one size."""
+    for client, size in zip(clients, sizes, strict=True):
+        if size != sizes[0]:
+            raise ConfigError(
+                f"'{method}' steps in lock-step and needs equal batches, but client {client} has {size} "
+                f"examples where client {clients[0]} has {sizes[0]}; lower train.batch_size to {min(sizes)}"
+            )

@@ -12,6 +12,7 @@ from fednorm.batches import UNION
 from fednorm.config import differences, to_dict
 from fednorm.engines.base import Engine, Job, Outcome, start_state
 from fednorm.engines.sequential import SequentialEngine
+from fednorm.engines.stacked import StackedEngine
 from fednorm.errors import ConfigError, DivergedError, QuorumError, unknown
 from fednorm.evaluate import Scores, evaluate
 from fednorm.method import Memory, Phase, Progress
@@ -21,7 +22,7 @@ from fednorm.server import flaw, keys_with, merge_updates
 from fednorm.state import Kind, Policy, Tree, tree_bytes
 from fednorm.store import ClientState, Store, to_device
 
-ENGINES: dict[str, Callable[[Plan], Engine]] = {"sequential": SequentialEngine}
+ENGINES: dict[str, Callable[[Plan], Engine]] = {"sequential": SequentialEngine, "stacked": StackedEngine}
 Row = dict[str, Any]
 
 
@@ -107,15 +108,18 @@ class Run:
         if query is None:
             return evaluate(self.plan, phase, self.server, self.store)
         before = self.server, self.merge_memory
-        cost = row if last else dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
-        self._exchange(query, number, self._everyone(query), cost)
+        cost: Row = row if last else dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
+        self._exchange(query, number, self._everyone(query), cost, keep=False)
         scores = evaluate(self.plan, phase, self.server, self.store)
         if not last:
             self.server, self.merge_memory = before
         return scores
 
-    def _exchange(self, phase: Phase, number: int, cohort: Sequence[int], row: Row) -> list[Report]:
-        """One exchange with some clients: train, refuse, merge, store, count; returns what clients report."""
+    def _exchange(self, phase: Phase, number: int, cohort: Sequence[int], row: Row, keep: bool = True) -> list[Report]:
+        """One exchange with some clients: train, refuse, merge, store, count; returns what clients report.
+
+        Without `keep` it leaves the clients' own state alone, since a test must not change what is tested.
+        """
         plan = self.plan
         schema = plan.schema(phase)
         states = {client: self.store.get(client) for client in cohort}
@@ -138,7 +142,7 @@ class Run:
             client = outcome.update.client
             before = states[client]
             used = before.steps + (steps[client] if phase.advances else 0)
-            if outcome.kept or phase.advances:
+            if keep and (outcome.kept or phase.advances):
                 self.store.put(client, ClientState(used, {**before.tree, **outcome.kept}))
         if plan.method.data == "each" and not phase.union:
             down = tree_bytes({key: self.server[key] for key in keys_with(schema, Policy.SHARED, Policy.FROZEN)})

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
 
 from fednorm import rng
 from fednorm.client import Step, StepOut, training_mode
-from fednorm.engines.base import Job, Outcome, step_spec
-from fednorm.errors import ConfigError
+from fednorm.engines.base import (
+    Job,
+    Outcome,
+    mapped_step,
+    outcome,
+    pick,
+    refuse_unequal,
+    stack_trees,
+    step_spec,
+    to_trees,
+)
 from fednorm.layers.cohort import set_lockstep
 from fednorm.method import Phase
-from fednorm.pieces.weights import Report, loss_summary
 from fednorm.plan import Plan
-from fednorm.server import Update, keys_with
-from fednorm.state import Kind, Policy, Tree
+from fednorm.state import Tree
 
 
 @dataclass
@@ -58,31 +64,27 @@ class SequentialEngine:
                     yield self._finish(phase, step, self._begin(phase, job), numbers)
 
     def _begin(self, phase: Phase, job: Job) -> Training:
-        schema = self.plan.schema(phase)
-        trained = {entry.key for entry in self.plan.prepared.trained(phase)}
-        params = {key: value for key, value in job.start.items() if key in trained}
-        buffers = {key: value for key, value in job.start.items() if schema[key][0].kind is Kind.OPTIMIZER}
-        rest = {key: value.clone() for key, value in job.start.items() if key not in trained and key not in buffers}
-        return Training(job, params, rest, buffers, dict(params))
+        trees = to_trees(self.plan, phase, job.start)
+        return Training(job, trees.params, trees.rest, trees.buffers, dict(trees.params))
 
     def _step_together(
         self, phase: Phase, cohort: Sequence[Training], numbers: dict[str, float], probing: bool
     ) -> None:
         """The first steps of a cohort in lock-step, as one small stack: a mean over the clients needs them all."""
-        spec = replace(step_spec(self.plan, phase, probing), differentiate=lambda f: grad_and_value(f, has_aux=True))
-        together = torch.vmap(phase.step(spec), in_dims=(0, 0, 0, 0, 0, 0, 0, None))
+        together = mapped_step(self.plan, phase, probing)
+        clients = [client.job.client for client in cohort]
         set_lockstep(self.plan.prepared.model, True)
         try:
             for number in range(min(phase.lockstep, *(client.job.num_steps for client in cohort))):
-                batches = [self.plan.batches.batch(c.job.client, c.job.first_batch + number) for c in cohort]
-                _refuse_unequal(self.plan.method.name, cohort, [len(x) for x, _, _ in batches])
-                stacks = [
-                    _stack([getattr(c, part) for c in cohort]) for part in ("params", "rest", "buffers", "anchor")
-                ]
-                x, y, key = (torch.stack(items) for items in zip(*batches, strict=True))
-                out = together(*stacks, x, y, key, numbers)
+                ks = [client.job.first_batch + number for client in cohort]
+                refuse_unequal(self.plan.method.name, clients, self.plan.batches.sizes(clients, ks))
+                parts = [[c.params for c in cohort], [c.rest for c in cohort], [c.buffers for c in cohort]]
+                params, rest, buffers = (stack_trees(trees) for trees in parts)
+                anchor = stack_trees([client.anchor for client in cohort])
+                out = together(params, rest, buffers, anchor, *self.plan.batches.stack(clients, ks), numbers)
                 for place, client in enumerate(cohort):
-                    client.take(_pick(out, place))
+                    trees = (pick(tree, place) for tree in out[:3])
+                    client.take(StepOut(*trees, out.loss[place], pick(out.seen, place)))
         finally:
             set_lockstep(self.plan.prepared.model, False)
         if phase.fresh_after_lockstep:
@@ -99,38 +101,4 @@ class SequentialEngine:
                 x, y, key = plan.batches.batch(job.client, k)
                 client.take(step(client.params, client.rest, client.buffers, client.anchor, x, y, key, numbers))
         end = {**client.params, **client.rest, **client.buffers}
-        schema = plan.schema(phase)
-        measured = {name: measure(end, job.start, plan.prepared.facts) for name, measure in phase.measures.items()}
-        report = Report(
-            client=job.client,
-            num_examples=plan.batches.num_examples(job.client),
-            losses=loss_summary(torch.stack(client.losses).tolist(), plan.batches.per_epoch(job.client)),
-            scalars={name: float(value) for name, value in measured.items()},
-        )
-        return Outcome(
-            update=Update(
-                report,
-                shared={key: end[key] for key in keys_with(schema, Policy.SHARED)},
-                reported={key: end[key] for key in keys_with(schema, Policy.REPORTED)},
-            ),
-            kept={key: end[key] for key in keys_with(schema, Policy.LOCAL)},
-            seen={name: float(value) for name, value in client.seen.items()},
-        )
-
-
-def _refuse_unequal(method: str, cohort: Sequence[Training], sizes: Sequence[int]) -> None:
-    for client, size in zip(cohort, sizes, strict=True):
-        if size != sizes[0]:
-            raise ConfigError(
-                f"'{method}' steps in lock-step and needs equal batches, but client {client.job.client} has {size} "
-                f"examples where client {cohort[0].job.client} has {sizes[0]}; lower train.batch_size to {min(sizes)}"
-            )
-
-
-def _stack(trees: Sequence[Tree]) -> Tree:
-    return {key: torch.stack([tree[key] for tree in trees]) for key in trees[0]}
-
-
-def _pick(out: StepOut, place: int) -> StepOut:
-    trees = [{key: value[place].clone() for key, value in tree.items()} for tree in (out.params, out.rest, out.buffers)]
-    return StepOut(*trees, out.loss[place], {key: value[place] for key, value in out.seen.items()})
+        return outcome(plan, phase, job, end, torch.stack(client.losses).tolist(), client.seen)

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from fednorm.errors import ConfigError
 from fednorm.method import Part
 from fednorm.pieces.changes import add_loss
 from fednorm.pieces.losses import distance, proximal
@@ -14,5 +15,7 @@ from fednorm.registry import register
     summary="add (mu/2) ||w - w_t||^2 to every client's loss",
 )
 def fedprox(mu: float = 0.01, norm: Literal["squared", "l2"] = "squared") -> Part:
+    if not mu >= 0:
+        raise ConfigError(f"mu={mu} would push clients away from the server's model; give 0 or more")
     term = proximal if norm == "squared" else distance
     return Part(add_loss(term, **{"prox.mu": mu}), claims=frozenset({"loss:the proximal term"}))

@@ -3,14 +3,22 @@
 from dataclasses import replace
 
 from fednorm.layers.cohort import cohort_batch_norm
-from fednorm.method import Method, Part
+from fednorm.method import Method, Part, Phase
 from fednorm.pieces.changes import chain, operate, weigh_by
 from fednorm.pieces.weights import uniform
 from fednorm.registry import register
+from fednorm.state import Kind, Policy
 
 
 def _in_lockstep(method: Method) -> Method:
-    return method.map_phases(lambda phase: replace(phase, lockstep=1, fresh_after_lockstep=True))
+    def change(phase: Phase) -> Phase:
+        if Kind.STATISTIC in phase.rule.hold:
+            return phase  # held statistics are the same everywhere: there is nothing to agree on
+        # The authors' code starts a new optimizer after the first step; momentum that is maintained goes on.
+        fresh = phase.policy[Kind.OPTIMIZER] is Policy.FRESH
+        return replace(phase, lockstep=1, fresh_after_lockstep=fresh)
+
+    return method.map_phases(change)
 
 
 @register(

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fednorm.errors import ConfigError
 from fednorm.method import Facts, Method, Part, Phase
 from fednorm.pieces.changes import policy_claims
 from fednorm.pieces.switches import after, when_settled
@@ -23,7 +24,9 @@ def freeze(phase: Phase, statistics: bool, affine: bool) -> Phase:
     """The same phase with statistics and/or affine held, one server copy of them, never averaged again."""
     kinds = [Kind.STATISTIC, Kind.COUNTER] * statistics + [Kind.AFFINE] * affine
     rule = replace(phase.rule, hold=phase.rule.hold | set(kinds) - {Kind.COUNTER})
-    return replace(phase, rule=rule, policy={**phase.policy, **dict.fromkeys(kinds, Policy.FROZEN)}, measures={})
+    policy = {**phase.policy, **dict.fromkeys(kinds, Policy.FROZEN)}
+    # A cohort in lock-step agrees on batch statistics, which nobody uses once they are frozen.
+    return replace(phase, rule=rule, policy=policy, measures={}, lockstep=0 if statistics else phase.lockstep)
 
 
 @register(
@@ -40,6 +43,8 @@ def fixbn(
     center: Literal["current", "mean"] = "current",
     reduce: Literal["max", "mean"] = "max",
 ) -> Part:
+    if not (statistics or affine):
+        raise ConfigError("fixbn with statistics=false and affine=false would freeze nothing; set one of them to true")
     switch = after(at) if at != "window" else when_settled("shift", window, tau, center, reduce)
 
     def change(method: Method) -> Method:

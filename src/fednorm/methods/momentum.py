@@ -1,10 +1,22 @@
 """Maintained momentum: the local optimizer's buffers outlive the round (FixBN's section on momentum)."""
 
-from fednorm.method import Part
-from fednorm.pieces.changes import keep, policy_claims
+from dataclasses import replace
+
+from fednorm.method import Part, Phase
+from fednorm.pieces.changes import policy_claims
 from fednorm.registry import register
+from fednorm.state import Kind, Policy
 
 _PAPER = "Zhong, Chen, Chao 2023 (arXiv 2303.06530)"
+
+
+def _maintained(policy: Policy) -> Part:
+    def change(phase: Phase) -> Phase:
+        if not phase.advances:
+            return phase  # an exchange that only looks has no use for the buffers and must not pay for them
+        return replace(phase, policy={**phase.policy, Kind.OPTIMIZER: policy}, fresh_after_lockstep=False)
+
+    return Part(lambda method: method.map_phases(change), claims=policy_claims("optimizer"))
 
 
 @register(
@@ -13,7 +25,7 @@ _PAPER = "Zhong, Chen, Chao 2023 (arXiv 2303.06530)"
     summary="each client keeps its momentum buffers from round to round",
 )
 def local_momentum() -> Part:
-    return Part(keep(optimizer="local"), claims=policy_claims("optimizer"))
+    return _maintained(Policy.LOCAL)
 
 
 @register(
@@ -22,4 +34,4 @@ def local_momentum() -> Part:
     summary="momentum buffers are averaged and sent like the model, so clients need no state",
 )
 def global_momentum() -> Part:
-    return Part(keep(optimizer="shared"), claims=policy_claims("optimizer"))
+    return _maintained(Policy.SHARED)

@@ -10,6 +10,7 @@ from fednorm.pieces.surgery import group_norm, instance_norm, layer_norm, layer_
 from fednorm.registry import register
 
 _NORM = frozenset({"choice:the norm layers"})
+_LAST_INPUT = frozenset({"choice:the last layer's input"})
 
 
 @register("gn", paper="Wu, He 2018, ECCV", summary="replace BatchNorm by GroupNorm with 2 groups")
@@ -44,7 +45,7 @@ def brn(r_max: float = 4.0, d_max: float = 6.0, warmup: float = 0.31, momentum: 
 )
 def fixup(scalar_lr: float = 0.1) -> Part:
     change = chain(operate(fixup_form), scale_lr(lambda model: fixup_lr_factors(model, scalar_lr)))
-    return Part(change, claims=_NORM | {"choice:the convolutions"})
+    return Part(change, claims=_NORM | _LAST_INPUT | {"choice:the convolutions"})
 
 
 _FN = "Zhang et al. 2024, TMLR; Kim et al. 2023 (FedFN)"
@@ -52,7 +53,7 @@ _FN = "Zhang et al. 2024, TMLR; Kim et al. 2023 (FedFN)"
 
 @register("fn", paper=_FN, summary="feature normalization: the last layer sees features of norm sqrt(dim)")
 def fn() -> Part:
-    return Part(operate(feature_norm), claims=frozenset({"choice:the last layer's input"}))
+    return Part(operate(feature_norm), claims=_LAST_INPUT)
 
 
 register("fedfn", paper=_FN, summary="the same as fn, under the name of its other publication")(fn)

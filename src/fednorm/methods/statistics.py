@@ -36,7 +36,7 @@ def feddna(q: Literal["divergence", "size", "uniform"] = "divergence", tau: floa
     change = weigh_by(weights[q], Kind.STATISTIC)
     if q == "divergence":
         change = chain(change, merge_by(pooled_merge, Kind.STATISTIC))
-    return Part(change, claims=_MERGE | {"weights:statistics"}, acts_on=frozenset({Kind.STATISTIC}))
+    return Part(change, claims=_MERGE | {"weights"}, acts_on=frozenset({Kind.STATISTIC}))
 
 
 def query(mode: Literal["ema", "cumulative", "pooled"]) -> Phase:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from fednorm.state import Tree
 
@@ -90,7 +91,7 @@ def by_divergence(tau: float) -> Weigh:
         total = torch.zeros(len(layers), dtype=torch.float64)
         channels = 0
         for layer in layers[0] if layers else ():
-            mean, var = (torch.stack([each[layer][part].double().cpu() for each in layers]) for part in _MOMENTS)
+            mean, var = (torch.stack(each) for each in zip(*(_moments(sent[layer]) for sent in layers), strict=True))
             share = torch.tensor(sizes, dtype=torch.float64).unsqueeze(1)
             centre = (share * mean).sum(0)
             pool = (share * (var + (mean - centre).square())).sum(0)
@@ -104,5 +105,10 @@ def by_divergence(tau: float) -> Weigh:
     return weigh
 
 
-_MOMENTS = ("running_mean", "running_var")
+def _moments(layer: Tree) -> tuple[Tensor, Tensor]:
+    """Mean and variance of a layer's statistics, which may hold a standard deviation."""
+    parts = {part: value.double().cpu() for part, value in layer.items()}
+    return parts["running_mean"], parts["running_var"] if "running_var" in parts else parts["running_std"].square()
+
+
 _TINY = 1e-5  # the eps of batch norm: a channel that is constant everywhere must not divide by zero

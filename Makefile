@@ -1,0 +1,44 @@
+# Every target sets up what it needs: a virtual environment with what constraints.txt pins, made once and again when
+# pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# One thread a process: the tests run two at a time, and tiny tensors lose time with more.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test test-quick lint format docs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fednorm needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## what label skew does to BatchNorm, and what repairs it: a few minutes on two cores
+	$(BIN)/fednorm demo
+
+test: lint  ## everything that must hold: lint, types, tests, doctests
+	$(BIN)/python -m pytest -n 2
+
+test-quick: $(READY)  ## the tests without the slow ones
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+lint: $(READY)  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY)  ## let ruff put the code into its form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)  ## write the generated pages of docs/
+	$(BIN)/python tools/make_docs.py
+
+clean:  ## remove the virtual environment and all caches; runs stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,134 @@
+"""All clients of a cohort at once: their states are one stack, and one step moves them all.
+
+The step is the one the sequential engine calls, mapped over the client axis, so the two engines agree up to rounding.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fednorm.client import Step, StepOut, training_mode
+from fednorm.engines.base import Job, Outcome, Trees, mapped_step, outcome, pick, refuse_unequal, stack_trees, to_trees
+from fednorm.engines.sequential import SequentialEngine
+from fednorm.errors import FednormError
+from fednorm.layers.cohort import set_lockstep
+from fednorm.method import Phase
+from fednorm.plan import Plan
+from fednorm.state import Tree
+
+
+class StackedEngine:
+    """Clients train together on the plan's device, in stacks as large as memory allows."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._sequential: SequentialEngine | None = None
+        self._most = len(plan.federation.clients)
+
+    def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
+        if self._sequential:
+            yield from self._sequential.train(phase, round, jobs, probing)
+            return
+        waiting = list(jobs)
+        while waiting:
+            part = waiting[: max(1, self._most)]
+            try:
+                done = self._train_stack(phase, round, part, probing)
+            except torch.OutOfMemoryError:
+                if len(part) == 1 or phase.lockstep:
+                    raise
+                torch.cuda.empty_cache()
+                self._most = len(part) // 2
+                continue
+            except (RuntimeError, NotImplementedError) as error:
+                if isinstance(error, FednormError):
+                    raise
+                self._fall_back(error)
+                yield from self.train(phase, round, waiting, probing)
+                return
+            waiting = waiting[len(part) :]
+            yield from done
+
+    def _fall_back(self, error: Exception) -> None:
+        why = str(error).strip().splitlines()[0]
+        print(f"stacked engine: the model cannot be mapped over clients ({why}); using sequential", file=sys.stderr)
+        self._sequential = SequentialEngine(self.plan)
+
+    def _train_stack(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> list[Outcome]:
+        step = mapped_step(self.plan, phase, probing)
+        numbers = self.plan.numbers(phase, round)
+        stack = to_trees(self.plan, phase, stack_trees([job.start for job in jobs]))
+        anchor = dict(stack.params)
+        losses: list[list[Tensor]] = [[] for _ in jobs]
+        seen: list[Tree] = [{} for _ in jobs]
+        with training_mode(self.plan.prepared.model, phase.rule.hold):
+            for number in range(max(job.num_steps for job in jobs)):
+                together = number < phase.lockstep
+                set_lockstep(self.plan.prepared.model, together)
+                try:
+                    for places in self._equal_batches(jobs, number, together):
+                        out = self._step(step, stack, anchor, jobs, places, number, numbers)
+                        stack = _put_back(stack, out, places, len(jobs))
+                        for index, place in enumerate(places):
+                            losses[place].append(out.loss[index])
+                            seen[place] = pick(out.seen, index)
+                finally:
+                    set_lockstep(self.plan.prepared.model, False)
+                if together and number + 1 == phase.lockstep and phase.fresh_after_lockstep:
+                    fresh = {key: torch.zeros_like(value) for key, value in stack.buffers.items()}
+                    stack = Trees(stack.params, stack.rest, fresh)
+        states = {**stack.params, **stack.rest, **stack.buffers}
+        return [
+            outcome(self.plan, phase, job, pick(states, place), torch.stack(losses[place]).tolist(), seen[place])
+            for place, job in enumerate(jobs)
+        ]
+
+    def _equal_batches(self, jobs: Sequence[Job], number: int, together: bool) -> list[list[int]]:
+        """Places of the clients that still train, in groups whose batches have one size, as each would see alone."""
+        places = [place for place, job in enumerate(jobs) if number < job.num_steps]
+        clients = [jobs[place].client for place in places]
+        sizes = self.plan.batches.sizes(clients, [jobs[place].first_batch + number for place in places])
+        if together:
+            refuse_unequal(self.plan.method.name, clients, sizes)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for place, size in zip(places, sizes, strict=True):
+            groups[size].append(place)
+        return list(groups.values())
+
+    def _step(
+        self,
+        step: Step,
+        stack: Trees,
+        anchor: Tree,
+        jobs: Sequence[Job],
+        places: list[int],
+        number: int,
+        numbers: dict[str, float],
+    ) -> StepOut:
+        clients = [jobs[place].client for place in places]
+        x, y, keys = self.plan.batches.stack(clients, [jobs[place].first_batch + number for place in places])
+        trees = (stack.params, stack.rest, stack.buffers, anchor)
+        if len(places) < len(jobs):
+            index = torch.tensor(places, device=x.device)
+            trees = tuple({key: value[index] for key, value in tree.items()} for tree in trees)
+        return step(*trees, x, y, keys, numbers)
+
+
+def _put_back(stack: Trees, out: StepOut, places: list[int], count: int) -> Trees:
+    """The stack with some clients' rows replaced; the others rest, untouched to the bit."""
+    if len(places) == count:
+        return Trees(out.params, out.rest, out.buffers)
+    first = next(iter(out.params.values()), out.loss)
+    index = torch.tensor(places, device=first.device)
+
+    def put(old: Tree, new: Tree) -> Tree:
+        return {
+            key: old[key].index_copy(0, index, new[key].to(old[key].dtype)) if key in old else new[key] for key in new
+        }
+
+    return Trees(put(stack.params, out.params), put(stack.rest, out.rest), put(stack.buffers, out.buffers))

@@ -1,0 +1,47 @@
+"""The command line as tests use it: in this process for most, in one of its own where signals matter."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fednorm.cli import exit_code
+
+TINY = (
+    *("--set", "data.train_limit=200", "--set", "engine.threads=1", "--set", "eval.every=3"),
+    *("--model", "mlp_bn(width=16)", "--rounds", "3", "--local-steps", "1"),
+)
+"""Settings of a run that takes a second at most."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def fednorm(*arguments: object) -> Outcome:
+    """Run a command line in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = exit_code([str(argument) for argument in arguments])
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
+    """Start a command line in a process of its own."""
+    command = [sys.executable, "-m", "fednorm", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,0 +1,94 @@
+"""Runs that are stopped, politely or not, go on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from command import TINY, fednorm, start
+
+# Enough rounds that a signal always finds the run at work; scoring only at the end keeps them cheap.
+LONG = (*TINY, "--rounds", "150", "--set", "eval.every=150", "--method", "fedbn+local-momentum")
+
+
+def wait_for_rounds(folder: Path, count: int) -> None:
+    """Wait until a run has played some rounds."""
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit:
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count("\n") >= count:
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"{folder} did not get to round {count}")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the run that nobody stops."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = fednorm("run", *LONG, "--out", folder, "--json", "--quiet")
+    assert done.code == 0, done.err
+    return done.json["runs"][0]["digest"]
+
+
+def test_kill_and_resume_give_the_same_bits(tmp_path: Path, whole: str) -> None:
+    process = start("run", *LONG, "--out", "run", cwd=tmp_path)
+    wait_for_rounds(tmp_path / "run", 3)
+    process.kill()
+    process.communicate()
+    assert not (tmp_path / "run" / "result.json").exists()
+    done = fednorm("resume", tmp_path / "run", "--json", "--quiet")
+    assert done.json["runs"][0]["digest"] == whole
+    rows = [json.loads(line)["round"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows == list(range(1, 151)), "no round is missing or there twice"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_between_rounds_and_says_how_to_go_on(
+    number: signal.Signals, code: int, tmp_path: Path, whole: str
+) -> None:
+    process = start("run", *LONG, "--out", "run", cwd=tmp_path)
+    wait_for_rounds(tmp_path / "run", 3)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    stopped = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
+    assert err == f"stopped after round {stopped}; continue with: fednorm resume run\n"
+    assert fednorm("resume", tmp_path / "run", "--json", "--quiet").json["runs"][0]["digest"] == whole
+
+
+def test_a_killed_comparison_leaves_no_worker_behind(tmp_path: Path) -> None:
+    process = start("compare", "fedavg", "fedbn", *LONG[:-2], "--jobs", "2", "--out", "both", cwd=tmp_path)
+    for name in ("fedavg-seed0", "fedbn-seed0"):
+        wait_for_rounds(tmp_path / "both" / name, 2)
+    owners = [int((tmp_path / "both" / name / ".lock").read_text()) for name in ("fedavg-seed0", "fedbn-seed0")]
+    process.kill()
+    process.communicate()
+    limit = time.monotonic() + 60
+    while any(_alive(owner) for owner in owners):
+        assert time.monotonic() < limit, "workers outlived the process that started them"
+        time.sleep(0.1)
+    done = fednorm("resume", tmp_path / "both", "--json", "--quiet")
+    assert [run["rounds_done"] for run in done.json["runs"]] == [150, 150]
+
+
+def test_ctrl_c_ends_all_workers_of_a_comparison(tmp_path: Path) -> None:
+    process = start("compare", "fedavg", "fedbn", *LONG[:-2], "--jobs", "2", "--out", "both", cwd=tmp_path)
+    wait_for_rounds(tmp_path / "both" / "fedavg-seed0", 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "stopped; continue with: fednorm resume both\n"
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,91 @@
+"""The demo: its comparison, its sentence and its picture, on numbers made by hand and on a real but tiny run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import fednorm
+from fednorm import demo
+from fednorm.config import updated
+from fednorm.errors import ConfigError
+from fednorm.pictures import curves
+from fednorm.results import Result
+
+
+def made(method: str, pooled: float, sent: int, how: str = "global model", seed: int = 0) -> dict[str, Any]:
+    """A run with given scores."""
+    scores = {"pooled": {"accuracy": pooled, "how": how}, "own_client": {"accuracy": 50.0}}
+    return {
+        "method": method,
+        "seed": seed,
+        "metric": "accuracy",
+        "final": scores,
+        "curves": {"round": [1, 2], "pooled": [1.0, pooled], "own_client": [1.0, 50.0]},
+        "bytes": {"per_round": sent},
+        "seconds": 1.0,
+        "best_validation": None,
+    }
+
+
+RUNS = (
+    made("centralized", 84.0, 0),
+    made("standalone", 99.0, 0, "mean over the clients' own models"),
+    made("fedavg", 54.0, 10),
+    made("fixbn", 73.5, 10),
+    made("fedbn", 3.0, 10, "averaged local state"),
+)
+
+
+def test_the_sentence_is_about_global_models_in_one_column() -> None:
+    assert demo.what_was_seen(Result(RUNS)) == (
+        "On the pooled test, among federated methods with one global model, fixbn came out best (73.5) and fedavg "
+        "worst (54.0); centralized training reached 84.0, 10.5 points above fixbn and 30.0 points above fedavg."
+    )
+
+
+def test_a_picture_needs_its_extra_and_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = curves(Result(RUNS), tmp_path / "curves.png", "a title")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'a picture of the curves needs matplotlib: pip install "fednorm\[report\]"'):
+        curves(Result(RUNS), tmp_path / "again.png")
+    assert not (tmp_path / "again.png").exists()
+
+
+def test_the_demo_is_what_the_readme_says() -> None:
+    config = demo.demo_config()
+    assert (config.rounds, config.train.local_steps, config.data.clients, config.data.partition) == (
+        40,
+        10,
+        5,
+        "shards",
+    )
+    assert demo.METHODS == ("centralized", "standalone", "fedavg", "fedavg+gn", "fixbn", "fedbn")
+    assert len(demo.SEEDS) == 2
+
+
+def test_the_demo_runs_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"rounds": 2, "train.local_steps": 1, "data.train_limit": 200, "model": "mlp_bn(width=16)"}
+    monkeypatch.setattr(demo, "demo_config", lambda real=demo.demo_config: updated(real(), tiny))
+    monkeypatch.setattr(demo, "SEEDS", (0, 1))
+    done = fednorm("demo", "--out", tmp_path / "demo", "--jobs", 1)
+    assert done.code == 0, done.err
+    assert done.out.startswith(demo.HEADLINE)
+    assert "* pooled test is the mean over the clients' own models, each on the whole set" in done.out
+    assert "† pooled test uses the mean of the clients' local state" in done.out
+    assert "On the pooled test, among federated methods with one global model" in done.out
+    assert f"curves: {tmp_path / 'demo' / 'curves.png'}" in done.out
+    assert (tmp_path / "demo" / "curves.png").exists()
+    assert "fednorm inspect resnet18 --method fedbn" in done.out
+
+
+def test_spread_of_seeds_is_shown() -> None:
+    runs = [*RUNS, *(replace_seed(run) for run in RUNS)]
+    assert "(73.5 ± 0.0)" in demo.what_was_seen(Result(tuple(runs)))
+
+
+def replace_seed(run: dict[str, Any]) -> dict[str, Any]:
+    return {**run, "seed": 1}

@@ -1,0 +1,149 @@
+"""The pages say what the code does: generated ones are current, examples run, every option named exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import tiny
+from fednorm import models
+from fednorm.config import RunConfig, all_fields, updated
+from fednorm.data.partition import find_partition
+from fednorm.errors import ConfigError
+from fednorm.expression import parse_term
+from fednorm.registry import parse, registry
+from fednorm.state import Kind
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+CODE = re.compile(r"`([^`]+)`")
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a file that is no part of a package."""
+    spec = importlib.util.spec_from_file_location(path.stem.lstrip("0123456789_"), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten afterwards."""
+    registry()
+    home = sys.modules["fednorm.registry"]  # the package's own attribute of this name is the function
+    monkeypatch.setattr(home, "_REGISTRY", dict(vars(home)["_REGISTRY"]))
+
+
+def test_the_methods_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_file(ROOT / "tools" / "make_methods_page.py").main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_stale_methods_page_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = load_file(ROOT / "tools" / "make_methods_page.py")
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "methods.md")
+    monkeypatch.setattr(tool, "page", lambda: "new\n")
+    (tmp_path / "methods.md").write_text("old\n")
+    assert tool.main(["--check"]) == 1
+    assert capsys.readouterr().err == "docs/methods.md is out of date; run python tools/make_methods_page.py\n"
+    assert tool.main([]) == 0
+    assert tool.main(["--check"]) == 0
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_the_page_on_adding_a_method_adds_one_that_trains(tmp_path: Path) -> None:
+    (block,) = python_blocks(DOCS / "adding_a_method.md")
+    assert block == (ROOT / "examples" / "02_own_method.py").read_text()
+    method_lines = [line for line in block.partition('if __name__ == "__main__"')[0].splitlines() if line.strip()]
+    assert len(method_lines) <= 15
+    file = tmp_path / "slow_affine.py"
+    file.write_text(block)
+    load_file(file)
+
+    def trained(factor: float) -> dict[Kind, float]:
+        """How far each kind of trained tensor moved in two rounds."""
+        made = tiny.plan(f"slow-affine(factor={factor})", rounds=2, train__weight_decay=0.0)
+        run = tiny.play(made)
+        moved = dict.fromkeys((Kind.WEIGHT, Kind.AFFINE), 0.0)
+        for key, entry in made.prepared.facts.entries.items():
+            if entry.kind in moved:
+                moved[entry.kind] += float((run.server[key] - made.prepared.initial[key]).abs().sum())
+        return moved
+
+    frozen, slow, usual = trained(0.0), trained(0.1), trained(1.0)
+    assert frozen[Kind.AFFINE] == 0 < slow[Kind.AFFINE] < usual[Kind.AFFINE]
+    assert frozen[Kind.WEIGHT] > 0
+    assert parse("slow-affine+gn+fixbn(affine=true,statistics=false)").name.startswith("slow-affine")
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", path.read_text()):
+        assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+def reading_rows() -> list[list[str]]:
+    lines = (DOCS / "readings.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if row[-1] not in ("---", "the other reading")]
+
+
+def exists(code: str) -> bool:
+    """Whether a piece of code on the page is a setting, a method, a model or a partition that fednorm accepts."""
+    field, _, value = code.partition("=")
+    if field in all_fields():
+        return bool(updated(RunConfig(), {field: json.loads(value) if value[0].isdigit() else value}))
+    term = parse_term(code.partition("+")[0], "expression", "")
+    if term.name in registry():
+        return bool(parse(code))
+    if term.name in models.MODELS:
+        return bool(models.build(term.name, **term.options).state_dict())
+    return bool(find_partition(term.name, term.options))
+
+
+def offered() -> list[str]:
+    code = [code for row in reading_rows() for cell in row[2:] for code in CODE.findall(cell)]
+    return sorted({each for each in code if not each.startswith(("--", "<"))})
+
+
+@pytest.mark.parametrize("code", offered())
+def test_every_reading_that_is_offered_exists(code: str) -> None:
+    assert exists(code)
+
+
+def test_the_check_of_readings_finds_mistakes() -> None:
+    for wrong in ("fixbn(affin=true)", "train.weights=alike", "resnet20(shortcut=C)", "dirichlet(alpha=1)"):
+        with pytest.raises(ConfigError):
+            exists(wrong)
+
+
+def test_all_numbered_readings_are_there_and_say_what_else_there_is() -> None:
+    rows = reading_rows()
+    numbered = [row[0] for row in rows if row[0]]
+    assert sorted(numbered, key=lambda number: int(number[1:])) == [f"A{number}" for number in range(1, 27)]
+    for _, question, ours, other in rows:
+        assert question.rstrip(".").endswith("?") or question.endswith(".")
+        assert ours
+        assert CODE.search(other) or re.search(r"not offered|refused|None:|None", other, re.IGNORECASE), other
+
+
+def test_the_benchmarks_page_shows_the_stored_numbers() -> None:
+    benchmark = load_file(ROOT / "benchmarks" / "inference.py")
+    stored = json.loads((ROOT / "benchmarks" / "results" / "inference_cpu.json").read_text())
+    assert benchmark.table(stored) in (ROOT / "benchmarks" / "README.md").read_text()
+    assert stored.keys() >= {"command", "commit", "hardware", "versions", "settings", "results"}

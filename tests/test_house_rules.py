@@ -1,0 +1,165 @@
+"""Rules about the source itself: nothing that runs foreign code, no name decides, no engine knows a method."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fednorm.registry import registry
+
+SOURCE = Path(__file__).parents[1] / "src" / "fednorm"
+FILES = sorted(SOURCE.rglob("*.py"))
+NAMES = {str(path.relative_to(SOURCE)): path for path in FILES}
+every_file = pytest.mark.parametrize("name", NAMES)
+
+_FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
+_FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+_FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("os", "system"), ("os", "popen")}
+# numpy reads pickles out of an .npy file unless told not to, which is its default; so it must not be told to.
+_FORBIDDEN_KEYWORDS = {"shell", "allow_pickle", "weights_only"}
+
+
+def violations(tree: ast.AST) -> Iterator[str]:
+    """What runs or could run code from outside."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] in _FORBIDDEN_MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.split(".")[0] in _FORBIDDEN_MODULES:
+                yield node.module
+            yield from (f"{node.module}.{a.name}" for a in node.names if (node.module, a.name) in _FORBIDDEN_ATTRIBUTES)
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in _FORBIDDEN_CALLS:
+                yield node.func.id
+            for keyword in node.keywords:
+                is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in _FORBIDDEN_KEYWORDS and not is_false:
+                    yield f"{keyword.arg}="
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            dotted = (node.value.id, node.attr)
+            yield from [".".join(dotted)] if dotted in _FORBIDDEN_ATTRIBUTES else []
+
+
+@every_file
+def test_no_code_from_outside_is_run(name: str) -> None:
+    assert list(violations(ast.parse(NAMES[name].read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from yaml import safe_load",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "eval('1')",
+        "exec('1')",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "numpy.load('x', allow_pickle=True)",
+    ],
+)
+def test_the_check_finds_what_it_looks_for(text: str) -> None:
+    assert list(violations(ast.parse(text)))
+
+
+# A part of a key is tested by `"bn" in key`, `key.startswith("bn")` and the like.
+_HINTS = re.compile(r"bn|(?<!fed)norm|running_|batches_tracked|downsample|gamma|beta", re.IGNORECASE)
+_STRING_TESTS = {"startswith", "endswith", "find", "count", "index", "match", "search", "fullmatch"}
+
+
+def guesses(tree: ast.AST) -> Iterator[str]:
+    """String constants that look like parts of a normalization layer's key, used to test another string."""
+    for node in ast.walk(tree):
+        constants: list[ast.expr] = []
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            container = node.comparators[0]
+            if not isinstance(container, ast.Tuple | ast.List | ast.Set | ast.Dict):
+                constants = [node.left]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _STRING_TESTS:
+            constants = [
+                each for argument in node.args[:1] for each in ast.walk(argument) if isinstance(each, ast.expr)
+            ]
+        for each in constants:
+            if isinstance(each, ast.Constant) and isinstance(each.value, str) and _HINTS.search(each.value):
+                yield each.value
+
+
+# A layer's tensors by part, not a key: which parts there are follows from the layer's type.
+_BY_PART = {"pieces/merges.py": {"running_std"}, "pieces/weights.py": {"running_var"}}
+
+
+@every_file
+def test_no_parameter_is_recognised_by_its_name(name: str) -> None:
+    assert set(guesses(ast.parse(NAMES[name].read_text()))) - _BY_PART.get(name, set()) == set()
+
+
+@pytest.mark.parametrize("text", ["'bn' in key", "key.endswith('running_mean')", "re.search('norm', key)"])
+def test_the_check_finds_guesses(text: str) -> None:
+    assert list(guesses(ast.parse(text)))
+
+
+KNOWS_NO_METHOD = [
+    name
+    for name in NAMES
+    if name.startswith("engines/") or name in ("server.py", "client.py", "evaluate.py", "plan.py", "prepare.py")
+]
+# Words that are a method's name and an English or a technical word.
+_ORDINARY = {"in", "pooled", "clip", "centralized", "standalone", "uniform", "decoupled", "fold"}
+
+
+@pytest.mark.parametrize("name", KNOWS_NO_METHOD)
+def test_engines_and_server_know_no_method(name: str) -> None:
+    """What a string or an identifier says; comments and docstrings may cite a paper."""
+    tree = ast.parse(NAMES[name].read_text())
+    methods = set(registry()) - _ORDINARY
+    docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    used = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in docs]
+    identifiers = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
+    identifiers += [a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom | ast.Import) for a in n.names]
+    words = {word for text in [*used, *identifiers] if isinstance(text, str) for word in re.findall(r"[\w-]+", text)}
+    mentioned = {method for method in methods if method in words or method.replace("-", "_") in words}
+    # The one place where a method is named in prose: the advice in an error.
+    advised = {"gn", "fedavg"} if name in ("plan.py", "prepare.py") else set()
+    assert mentioned - advised == set()
+
+
+@pytest.mark.parametrize("name", KNOWS_NO_METHOD)
+def test_engines_and_server_import_no_method(name: str) -> None:
+    assert "fednorm.methods" not in NAMES[name].read_text()
+
+
+@every_file
+def test_files_stay_small(name: str) -> None:
+    assert len(NAMES[name].read_text().splitlines()) <= 500
+
+
+def test_the_median_file_is_short() -> None:
+    lengths = sorted(len(path.read_text().splitlines()) for path in FILES)
+    assert lengths[len(lengths) // 2] <= 150
+
+
+@every_file
+def test_every_module_says_what_it_is(name: str) -> None:
+    text = NAMES[name].read_text()
+    if text.strip():
+        assert ast.get_docstring(ast.parse(text))
+
+
+@every_file
+def test_the_source_speaks_of_itself_alone(name: str) -> None:
+    assert not re.search(r"/work\b|\bissue \d|\bTODO\b|\bFIXME\b", NAMES[name].read_text())
+
+
+def test_the_core_imports_no_optional_package() -> None:
+    """Optional packages are imported inside the function that needs them."""
+    optional = {"torchvision", "timm", "matplotlib", "plotly", "scipy", "duckdb", "PIL", "tensorboard", "optuna"}
+    optional |= {"opacus", "nvflare", "flwr"}
+    for name, path in NAMES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                assert (module or "").split(".")[0] not in optional, name
