@@ -5,7 +5,8 @@
     python benchmarks/inference.py --table benchmarks/results/inference_cpu.json
 
 All variants are timed in turn, again and again in another order, and compared within a turn, so that whatever else the
-machine does meanwhile meets all of them alike. Writes benchmarks/results/inference_DEVICE.json and prints its table.
+machine does meanwhile meets all of them alike. With one CPU thread the clock is the process's CPU time. Writes
+benchmarks/results/inference_DEVICE.json and prints its table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,16 @@ class Variant:
     name: str
     method: str
     folded: bool = False
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure one model at one batch size: at least so many turns, and at least so many seconds."""
+
+    turns: int
+    seconds: float
+    timing: float
+    """seconds of a single timing, at least"""
 
 
 VARIANTS = (
@@ -75,30 +87,44 @@ def network(model: str, variant: Variant, device: torch.device) -> nn.Module:
     return folded.to(device)
 
 
-def seconds(net: nn.Module, x: torch.Tensor, calls: int) -> float:
-    """Seconds of one forward pass, over some calls."""
-    started = time.perf_counter()
+Clock = Callable[[], float]
+
+
+def clock_for(device: torch.device) -> tuple[str, Clock]:
+    """CPU time where one thread does all the work: it stands still while others have the core. Else the wall's."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return ("cpu", time.process_time) if alone else ("wall", time.perf_counter)
+
+
+def seconds(net: nn.Module, x: torch.Tensor, calls: int, clock: Clock) -> float:
+    """Seconds of one forward pass, over some calls; short ones find weights and code in the caches."""
+    if calls > 1:
+        net(x)
+    _wait(x)
+    started = clock()
     for _ in range(calls):
         net(x)
+    _wait(x)
+    return (clock() - started) / calls
+
+
+def _wait(x: torch.Tensor) -> None:
     if x.device.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - started) / calls
 
 
 @torch.inference_mode()
-def race(nets: dict[str, nn.Module], x: torch.Tensor, turns: int, least: float) -> dict[str, list[float]]:
-    """Times of every network in every turn; each turn has its own order, and each timing takes at least `least`."""
-    calls = {}
-    for name, net in nets.items():
-        seconds(net, x, 3)
-        calls[name] = max(1, round(least / seconds(net, x, 3)))
+def race(nets: dict[str, nn.Module], x: torch.Tensor, effort: Effort, clock: Clock) -> dict[str, list[float]]:
+    """Times of every network in every turn. Each turn has its own order; the number of calls is the same for all."""
+    calls = max(1, round(effort.timing / min(seconds(nets[REFERENCE], x, 1, clock) for _ in range(5))))
     times: dict[str, list[float]] = {name: [] for name in nets}
     order = list(nets)
     draw = random.Random(0)  # noqa: S311
-    for _ in range(turns):
+    started = time.perf_counter()
+    while len(times[REFERENCE]) < effort.turns or time.perf_counter() - started < effort.seconds:
         draw.shuffle(order)
         for name in order:
-            times[name].append(seconds(nets[name], x, calls[name]))
+            times[name].append(seconds(nets[name], x, calls, clock))
     return times
 
 
@@ -113,7 +139,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return lines
 
 
-def measure(model: str, batch: int, device: torch.device, turns: int, least: float) -> dict[str, Any]:
+def measure(model: str, batch: int, device: torch.device, effort: Effort, clock: Clock) -> dict[str, Any]:
     """All variants of a model at one batch size."""
     nets: dict[str, nn.Module] = {}
     refused = {}
@@ -123,17 +149,21 @@ def measure(model: str, batch: int, device: torch.device, turns: int, least: flo
         except ConfigError as reason:
             refused[variant.name] = str(reason)
     x = torch.randn(batch, 3, 32, 32, device=device)
-    return {"model": model, "batch": batch, "variants": summary(race(nets, x, turns, least)), "refused": refused}
+    times = race(nets, x, effort, clock)
+    turns = len(times[REFERENCE])
+    return {"model": model, "batch": batch, "turns": turns, "variants": summary(times), "refused": refused}
 
 
 def table(result: dict[str, Any]) -> str:
-    """A result as a Markdown table of ratios, with the reference's milliseconds."""
+    """A result as a Markdown table: median ratio and quartiles, and the milliseconds of the reference."""
     columns = result["results"]
     header = ["norm", *(f"{each['model']}, batch {each['batch']}" for each in columns)]
     lines = [header, ["---"] * len(header)]
     for variant in VARIANTS:
         cells = [each["variants"].get(variant.name) for each in columns]
-        shown = [f"{cell['ratio']:.2f}" if cell else "-" for cell in cells]
+        shown = [
+            f"{cell['ratio']:.2f} ({cell['ratio_q1']:.2f}-{cell['ratio_q3']:.2f})" if cell else "-" for cell in cells
+        ]
         if variant.name == REFERENCE:
             shown = [f"1 ({cell['ms']:.1f} ms)" for cell in cells if cell]
         lines.append([variant.name, *shown])
@@ -146,8 +176,9 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 64])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
-    parser.add_argument("--turns", type=int, default=25)
-    parser.add_argument("--least", type=float, default=0.03, help="seconds of one timing, at least")
+    parser.add_argument("--turns", type=int, default=9, help="turns of each model and batch size, at least")
+    parser.add_argument("--seconds", type=float, default=75, help="seconds for each of them, at least")
+    parser.add_argument("--timing", type=float, default=0.03, help="seconds of one timing, at least")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/inference_DEVICE.json")
     parser.add_argument("--table", type=Path, metavar="JSON", help="measure nothing, print the table of a result")
     arguments = parser.parse_args()
@@ -157,15 +188,15 @@ def main() -> None:
     device = find_device(arguments.device)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    clock_name, clock = clock_for(device)
+    effort = Effort(arguments.turns, arguments.seconds, arguments.timing)
     result = {
         "benchmark": "inference",
         **describe_machine(device),
-        "settings": {"turns": arguments.turns, "least": arguments.least, "image": [3, 32, 32], "dtype": "float32"},
+        "settings": {**asdict(effort), "clock": clock_name, "image": [3, 32, 32], "dtype": "float32"},
         "reference": REFERENCE,
         "results": [
-            measure(model, batch, device, arguments.turns, arguments.least)
-            for model in arguments.models
-            for batch in arguments.batch
+            measure(model, batch, device, effort, clock) for model in arguments.models for batch in arguments.batch
         ],
     }
     out = arguments.out or RESULTS / f"inference_{device.type}.json"

@@ -99,6 +99,4 @@ def spied(made: Plan) -> tuple[Run, Spy]:
 
 def average(outcomes: Sequence[Outcome], weights: Sequence[float], key: str) -> torch.Tensor:
     """sum_k p_k x_k of what clients sent."""
-    return sum(
-        (weight * o.update.shared[key] for weight, o in zip(weights, outcomes, strict=True)), torch.zeros(())
-    )
+    return sum((weight * o.update.shared[key] for weight, o in zip(weights, outcomes, strict=True)), torch.zeros(()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -147,3 +148,11 @@ def test_the_benchmarks_page_shows_the_stored_numbers() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "inference_cpu.json").read_text())
     assert benchmark.table(stored) in (ROOT / "benchmarks" / "README.md").read_text()
     assert stored.keys() >= {"command", "commit", "hardware", "versions", "settings", "results"}
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_the_example_of_an_own_method_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "02_own_method.py"), run_name="__main__")
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split() == ["method", "pooled", "own_client", "kB/round"]
+    assert line.split()[0] == "slow-affine(factor=0.2)+fixbn"

@@ -93,8 +93,10 @@ def test_identical_clients_leave_statistics_unchanged(model: str) -> None:
     made = tiny.plan(model)
     phase = made.phases[0]
     state = {key: value + 1 for key, value in made.initial().items()}
-    same = [Update(Report(client, size), only(state, keys_with(made.schema(phase), Policy.SHARED)))
-            for client, size in enumerate((3, 5, 9))]
+    same = [
+        Update(Report(client, size), only(state, keys_with(made.schema(phase), Policy.SHARED)))
+        for client, size in enumerate((3, 5, 9))
+    ]
     merged, _ = merge_updates(phase, made.initial(), same, made.schema(phase), {})
     for key in keys_of(made.prepared.entries, Kind.STATISTIC, Kind.COUNTER):
         assert torch.allclose(merged[key], state[key], rtol=1e-15, atol=0)

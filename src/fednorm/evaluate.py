@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.func import functional_call
 from fednorm.engines.base import start_state, step_spec
 from fednorm.method import Phase
 from fednorm.newcomer import reestimated, tracked
-from fednorm.pieces.merges import maximum, mean
+from fednorm.pieces.merges import maximum, mean, pooled
 from fednorm.plan import Plan
 from fednorm.server import keys_with
 from fednorm.state import Kind, Policy, Tree
@@ -57,18 +58,26 @@ def score_rows(
 
 
 def averaged_local(plan: Plan, phase: Phase, store: Store) -> Tree:
-    """The uniform mean, over all clients seen, of what they keep local; counters by maximum."""
+    """The uniform mean, over all clients seen, of what they keep local; counters by maximum, variances as told."""
     schema = plan.schema(phase)
     keys = [key for key in keys_with(schema, Policy.LOCAL) if schema[key][0].kind is not Kind.OPTIMIZER]
     states = [store.get(client).tree for client in store.seen()]
     states = [state for state in states if all(key in state for key in keys)]
     if not keys or not states:
         return {}
+    rules = {Kind.COUNTER: maximum}
+    if plan.method.newcomer.variance == "pooled":
+        rules[Kind.STATISTIC] = pooled
+    groups: dict[tuple[str, Kind], dict[str, str]] = defaultdict(dict)
+    for key in keys:
+        entry = schema[key][0]
+        groups[entry.layer, entry.kind][entry.part] = key
     weights = [1 / len(states)] * len(states)
-    counters = {key for key in keys if schema[key][0].kind is Kind.COUNTER}
     result: Tree = {}
-    for rule, chosen in ((mean, [k for k in keys if k not in counters]), (maximum, sorted(counters))):
-        result |= rule({key: states[0][key] for key in chosen}, states, weights, {})[0]
+    for (_, kind), parts in groups.items():
+        sent = [{part: state[key] for part, key in parts.items()} for state in states]
+        new, _ = rules.get(kind, mean)(sent[0], sent, weights, {})
+        result |= {key: new[part] for part, key in parts.items()}
     return result
 
 

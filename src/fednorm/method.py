@@ -128,6 +128,8 @@ class Newcomer:
 
     rule: Literal["given", "reestimate", "track"] = "given"
     momentum: float = 0.1
+    variance: Literal["mean", "pooled"] = "mean"
+    """Whether the average of local variances has the part that differs between clients."""
 
 
 Change = Callable[["Method"], "Method"]

@@ -72,9 +72,7 @@ def std_eps(module: nn.Module) -> float:
     return getattr(module, "eps", 0.0)
 
 
-def _take(
-    state: Tree, layer: str, inputs: Tensor, module: nn.Module, before: Tensor, size: int, mode: Mode
-) -> None:
+def _take(state: Tree, layer: str, inputs: Tensor, module: nn.Module, before: Tensor, size: int, mode: Mode) -> None:
     """Fold one batch into a layer's statistics; `before` examples were folded already."""
     prefix = f"{layer}." if layer else ""
     mean_key, var_key = f"{prefix}running_mean", f"{prefix}running_var"

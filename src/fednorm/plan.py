@@ -108,6 +108,7 @@ def make_plan(
     prepared = prepare(network.cpu(), method, allow_noop=config.allow_noop, name=name)
     prepared.model.to(device)
     _check_batch_size(config, method, prepared)
+    _check_momentum(config, method)
     cohort = min(config.clients_per_round or len(federation.training_clients), len(federation.training_clients))
     federation = replace(
         federation,
@@ -229,6 +230,21 @@ def load_initial(model: nn.Module, tree: Mapping[str, Any], source: str) -> None
                 f"expected {entry.shape}; give a checkpoint of this model and number of classes"
             )
     model.load_state_dict({key: tree[key] for key in model.state_dict() if key in tree}, strict=False)
+
+
+def _check_momentum(config: RunConfig, method: Method) -> None:
+    kept = any(phase.policy[Kind.OPTIMIZER] is not Policy.FRESH for phase in method.phases)
+    named = [part.label for part in method.parts if part.claims == {f"policy:{Kind.OPTIMIZER}"}]
+    if (
+        kept
+        and named
+        and not optimizer(config.train.optimizer, config.train.momentum).buffers
+        and not config.allow_noop
+    ):
+        raise ConfigError(
+            f"'{named[0]}' finds no momentum to maintain with train.momentum={config.train.momentum}; "
+            "give --momentum 0.9, or --allow-noop to run it all the same"
+        )
 
 
 def _check_batch_size(config: RunConfig, method: Method, prepared: Prepared) -> None:

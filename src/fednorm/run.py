@@ -78,8 +78,9 @@ def run(
     """Play one method and return its result.
 
     Everything has a default: `run(method="fixbn")` trains a small ResNet on the embedded images. `model` takes any
-    `nn.Module` or a name, `clients` one (x, y) pair or `Dataset` per client with `test` for all or for each, `settings` any
-    field of the config (`rounds=100, lr=0.1`). With `out` the run leaves a folder; `resume=True` goes on in it.
+    `nn.Module` or a name, `clients` one (x, y) pair or `Dataset` per client with `test` for all or for each,
+    `settings` any field of the config (`rounds=100, lr=0.1`). With `out` the run leaves a folder; `resume=True` goes
+    on in it.
     """
     if clients is not None:
         if test is None:
@@ -88,7 +89,9 @@ def run(
     config = updated(config or RunConfig(), settings_to_fields(settings))
     names = {"method": method, "model": model}
     config = updated(config, {field: name for field, name in names.items() if isinstance(name, str)})
-    given = Given(model if isinstance(model, nn.Module) else None, federation, method if isinstance(method, Method) else None)
+    given = Given(
+        model if isinstance(model, nn.Module) else None, federation, method if isinstance(method, Method) else None
+    )
     if given.method:
         config = updated(config, {"method": given.method.name})
     if federation is not None:

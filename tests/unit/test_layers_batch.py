@@ -89,9 +89,7 @@ def test_renorm_starts_from_the_statistics_of_the_batch_norm() -> None:
     assert torch.allclose(new.eval()(x), old.eval()(x), atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "options", [{"total_steps": 5, "r_max": 0.5}, {"total_steps": 5, "warmup": 0.5}]
-)
+@pytest.mark.parametrize("options", [{"total_steps": 5, "r_max": 0.5}, {"total_steps": 5, "warmup": 0.5}])
 def test_renorm_refuses_what_cannot_work(options: dict) -> None:
     with pytest.raises(ConfigError, match="batch renormalization needs"):
         BatchRenorm(5, **options)

@@ -40,7 +40,7 @@ app.add_typer(data.app, name="data")
 
 
 @app.callback(invoke_without_command=True)
-def options(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+def options(version: bool = typer.Option(False, "--version", metavar="", help="Print the version and stop.")) -> None:
     if version:
         from fednorm import __version__
 
@@ -73,8 +73,7 @@ def exit_code(arguments: Sequence[str]) -> int:
         # The reader (`fednorm methods | head`) has seen enough; Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        complain("stopped before anything was written")
+    except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
         if isinstance(error, UsageError):

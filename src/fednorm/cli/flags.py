@@ -55,60 +55,39 @@ FLAGS = (
     Flag("--engine", "engine.name", "NAME", "Machine"),
 )
 
-_SETTINGS, _MACHINE, _OUTPUT = "Settings", "Machine", "Output"
-AllowCode = Annotated[bool, typer.Option("--allow-code", help="run code that a file names", rich_help_panel=_SETTINGS)]
-AllowNoop = Annotated[
-    bool,
-    typer.Option("--allow-noop", help="run a method that finds nothing to act on", rich_help_panel=_SETTINGS),
+_WHAT, _SETTINGS, _MACHINE, _OUTPUT = "What to run", "Settings", "Machine", "Output"
+
+
+def option(*names: str, help: str, panel: str, metavar: str = "") -> Any:
+    """An option of a command; without a metavar it is a switch."""
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel)
+
+
+AllowCode = Annotated[bool, option("--allow-code", help="run code that a file names", panel=_SETTINGS)]
+AllowNoop = Annotated[bool, option("--allow-noop", help="run a method that finds nothing to act on", panel=_SETTINGS)]
+Assignments = Annotated[
+    list[str], option("--set", metavar="FIELD=VALUE", help="set any field: train.lr=0.1", panel=_SETTINGS)
 ]
-Jobs = Annotated[
-    int, typer.Option("--jobs", metavar="N", help="runs at a time, one process each", rich_help_panel=_MACHINE)
-]
+DryRun = Annotated[bool, option("--dry-run", help="print config, bytes, clients and time; run nothing", panel=_OUTPUT)]
+File = Annotated[Path | None, option("--config", "-c", metavar="FILE", help="TOML file with fields", panel=_SETTINGS)]
+Jobs = Annotated[int, option("--jobs", metavar="N", help="runs at a time, one process each", panel=_MACHINE)]
+Json = Annotated[bool, option("--json", help="print JSON and nothing else on stdout", panel=_OUTPUT)]
 Out = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", metavar="DIR", help="folder to make; default: below runs", rich_help_panel=_OUTPUT),
+    Path | None, option("--out", "-o", metavar="DIR", help="folder to make; default: below runs", panel=_OUTPUT)
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="no progress", rich_help_panel=_OUTPUT)]
-TensorBoard = Annotated[
-    bool, typer.Option("--tensorboard", help="write TensorBoard events into the folder", rich_help_panel=_OUTPUT)
-]
-Json = Annotated[bool, typer.Option("--json", help="print JSON and nothing else on stdout", rich_help_panel=_OUTPUT)]
+Quiet = Annotated[bool, option("--quiet", "-q", help="no progress", panel=_OUTPUT)]
+Seeds = Annotated[str | None, option("--seeds", metavar="N|LIST", help="so many seeds, or a list: 0,1,2", panel=_WHAT)]
+TensorBoard = Annotated[bool, option("--tensorboard", help="write TensorBoard events into the folder", panel=_OUTPUT)]
 
 _SHARED: dict[str, tuple[Any, Any]] = {
-    "seeds": (
-        Annotated[
-            str | None,
-            typer.Option(metavar="N|LIST", help="so many seeds, or a list: 0,1,2", rich_help_panel="What to run"),
-        ],
-        None,
-    ),
-    "config": (
-        Annotated[
-            Path | None,
-            typer.Option("--config", "-c", metavar="FILE", help="TOML file with fields", rich_help_panel=_SETTINGS),
-        ],
-        None,
-    ),
-    "assignments": (
-        Annotated[
-            list[str],
-            typer.Option("--set", metavar="FIELD=VALUE", help="set any field: train.lr=0.1", rich_help_panel=_SETTINGS),
-        ],
-        [],
-    ),
+    "seeds": (Seeds, None),
+    "config": (File, None),
+    "assignments": (Assignments, []),
     "allow_noop": (AllowNoop, False),
     "allow_code": (AllowCode, False),
     "jobs": (Jobs, 1),
     "out": (Out, None),
-    "dry_run": (
-        Annotated[
-            bool,
-            typer.Option(
-                "--dry-run", help="print config, bytes, clients and time; run nothing", rich_help_panel=_OUTPUT
-            ),
-        ],
-        False,
-    ),
+    "dry_run": (DryRun, False),
     "json": (Json, False),
     "quiet": (Quiet, False),
     "tensorboard": (TensorBoard, False),
@@ -160,8 +139,8 @@ def takes_request(*extra: Flag) -> Callable[[Callable[..., None]], Callable[...,
 
 def _of_flag(flag: Flag) -> tuple[Any, None]:
     # Flags are read as text: the config's own validator then refuses all of them in one style.
-    option = typer.Option(flag.option, metavar=flag.metavar, help=field_help()[flag.field], rich_help_panel=flag.panel)
-    return Annotated[str | None, option], None
+    text = option(flag.option, metavar=flag.metavar, help=field_help()[flag.field], panel=flag.panel)
+    return Annotated[str | None, text], None
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch.func import grad_and_value
 
-from fednorm.client import Step, StepSpec
+from fednorm.client import Step, StepOut, StepSpec
 from fednorm.errors import ConfigError
 from fednorm.method import Phase
 from fednorm.pieces.weights import Report, loss_summary
@@ -134,6 +134,12 @@ def stack_trees(trees: Sequence[Tree]) -> Tree:
 def pick(tree: Tree, place: int) -> Tree:
     """One client's tree of a stack."""
     return {key: value[place] for key, value in tree.items()}
+
+
+def pick_client(out: StepOut, place: int) -> StepOut:
+    """One client's part of what a mapped step leaves."""
+    params, rest, buffers = (pick(tree, place) for tree in (out.params, out.rest, out.buffers))
+    return StepOut(params, rest, buffers, out.loss[place], pick(out.seen, place))
 
 
 def refuse_unequal(method: str, clients: Sequence[int], sizes: Sequence[int]) -> None:

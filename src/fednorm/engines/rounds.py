@@ -127,7 +127,7 @@ class Run:
             Job(
                 client,
                 start_state(plan, schema, self.server, states[client].tree),
-                states[client].steps,
+                self._first_batch(phase, client, states[client].steps),
                 plan.num_steps(client, phase),
             )
             for client in cohort
@@ -153,6 +153,10 @@ class Run:
         if probing:
             row.setdefault("probes", {})[phase.name] = {o.update.client: dict(o.seen) for o in accepted}
         return [update.report for update in updates]
+
+    def _first_batch(self, phase: Phase, client: int, used: int) -> int:
+        """The batch a client goes on with; a pass over its data starts with an epoch, to see every example once."""
+        return used - used % self.plan.batches.per_epoch(client) if phase.work == "epoch" else used
 
     def _admit(self, outcomes: Sequence[Outcome], schema: Any, number: int, row: Row) -> list[Outcome]:
         """The outcomes that can be used; a refused client's own state is not advanced either."""

@@ -15,7 +15,7 @@ from fednorm.engines.base import (
     Outcome,
     mapped_step,
     outcome,
-    pick,
+    pick_client,
     refuse_unequal,
     stack_trees,
     step_spec,
@@ -83,8 +83,7 @@ class SequentialEngine:
                 anchor = stack_trees([client.anchor for client in cohort])
                 out = together(params, rest, buffers, anchor, *self.plan.batches.stack(clients, ks), numbers)
                 for place, client in enumerate(cohort):
-                    trees = (pick(tree, place) for tree in out[:3])
-                    client.take(StepOut(*trees, out.loss[place], pick(out.seen, place)))
+                    client.take(pick_client(out, place))
         finally:
             set_lockstep(self.plan.prepared.model, False)
         if phase.fresh_after_lockstep:

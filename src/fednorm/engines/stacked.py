@@ -112,11 +112,12 @@ class StackedEngine:
     ) -> StepOut:
         clients = [jobs[place].client for place in places]
         x, y, keys = self.plan.batches.stack(clients, [jobs[place].first_batch + number for place in places])
-        trees = (stack.params, stack.rest, stack.buffers, anchor)
+        params, rest, buffers = stack.params, stack.rest, stack.buffers
         if len(places) < len(jobs):
             index = torch.tensor(places, device=x.device)
-            trees = tuple({key: value[index] for key, value in tree.items()} for tree in trees)
-        return step(*trees, x, y, keys, numbers)
+            some = [{key: value[index] for key, value in tree.items()} for tree in (params, rest, buffers, anchor)]
+            params, rest, buffers, anchor = some
+        return step(params, rest, buffers, anchor, x, y, keys, numbers)
 
 
 def _put_back(stack: Trees, out: StepOut, places: list[int], count: int) -> Trees:

@@ -95,12 +95,12 @@ register_norm(
 )
 
 
-def batch_renorm(**options: float) -> Surgery:
+def batch_renorm(total_steps: int | None = None, **options: float) -> Surgery:
     """BatchNorm becomes BatchRenorm; `options` are those of the layer."""
 
     def make(name: str, old: _BatchNorm) -> nn.Module:
         settings = {"eps": old.eps} | options
-        new = BatchRenorm(old.num_features, affine=old.affine, **settings)
+        new = BatchRenorm(old.num_features, total_steps=total_steps, affine=old.affine, **settings)
         if old.running_var is not None:
             new.running_std = (old.running_var + new.eps).sqrt()
         return new

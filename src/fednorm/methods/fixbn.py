@@ -45,6 +45,10 @@ def fixbn(
 ) -> Part:
     if not (statistics or affine):
         raise ConfigError("fixbn with statistics=false and affine=false would freeze nothing; set one of them to true")
+    if at != "window" and (window, tau, center, reduce) != (50, 1e-4, "current", "max"):
+        raise ConfigError(
+            "window, tau, center and reduce belong to the sliding-window rule; give at=window or leave them out"
+        )
     switch = after(at) if at != "window" else when_settled("shift", window, tau, center, reduce)
 
     def change(method: Method) -> Method:

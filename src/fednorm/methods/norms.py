@@ -34,8 +34,8 @@ def instance() -> Part:
     summary="replace BatchNorm by BatchRenorm, whose training output leans on the running statistics",
 )
 def brn(r_max: float = 4.0, d_max: float = 6.0, warmup: float = 0.31, momentum: float = 0.01) -> Part:
-    options = {"r_max": r_max, "d_max": d_max, "warmup": warmup, "momentum": momentum}
-    return Part(operate(batch_renorm(**options)), claims=_NORM)
+    surgery = batch_renorm(r_max=r_max, d_max=d_max, warmup=warmup, momentum=momentum)
+    return Part(operate(surgery), claims=_NORM)
 
 
 @register(

@@ -1,7 +1,9 @@
 """SiloBN: running statistics stay on the client, the affine is shared."""
 
+from typing import Literal
+
 from fednorm.method import Part
-from fednorm.pieces.changes import keep, policy_claims
+from fednorm.pieces.changes import average_for_newcomers, chain, keep, policy_claims
 from fednorm.registry import register
 from fednorm.state import Kind
 
@@ -11,9 +13,9 @@ from fednorm.state import Kind
     paper="Andreux et al. 2020, DCL (arXiv 2008.07424)",
     summary="keep batch norms' running statistics on each client, average weights and affine",
 )
-def silobn() -> Part:
+def silobn(newcomer: Literal["mean", "pooled"] = "mean") -> Part:
     return Part(
-        keep(statistic="local", counter="local"),
+        chain(keep(statistic="local", counter="local"), average_for_newcomers(newcomer)),
         claims=policy_claims("statistic", "counter"),
         acts_on=frozenset({Kind.STATISTIC}),
     )

@@ -101,7 +101,7 @@ def tsmobn(momentum: float = 0.1) -> Part:
 
 def _newcomer(rule: Newcomer) -> Part:
     return Part(
-        lambda method: replace(method, newcomer=rule),
+        lambda method: replace(method, newcomer=replace(rule, variance=method.newcomer.variance)),
         claims=frozenset({"statistics of newcomers"}),
         acts_on=frozenset({Kind.STATISTIC}),
     )

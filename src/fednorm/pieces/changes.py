@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from fednorm.method import Change, Method, Rule, Scale, Term, Transform
 from fednorm.pieces.merges import Merge
@@ -32,6 +33,11 @@ def keep(**policies: str) -> Change:
     """Give kinds a policy in every phase: `keep(statistic="local")`."""
     chosen = {Kind(kind): Policy(policy) for kind, policy in policies.items()}
     return lambda method: method.map_phases(lambda phase: replace(phase, policy={**phase.policy, **chosen}))
+
+
+def average_for_newcomers(variance: Literal["mean", "pooled"]) -> Change:
+    """How a client that never trained averages the variances others keep local."""
+    return lambda method: replace(method, newcomer=replace(method.newcomer, variance=variance))
 
 
 def policy_claims(*kinds: str) -> frozenset[str]:

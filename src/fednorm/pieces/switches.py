@@ -58,8 +58,8 @@ def when_settled(
     """Stage 1 once what the clients report has settled (FixBN, appendix B.6).
 
     V_m = (1/W) sum_i (D_{m,i} - D_{m,t})^2 over the last W rounds of client m; `center="mean"` takes the window's mean
-    in place of the current value. The switch needs W rounds, compares the clients' largest (or mean) V with tau, and
-    latches. Clients that rest keep the window they had.
+    in place of the current value. The switch waits for a whole window, compares the clients' largest (or mean) V with
+    tau, and latches. Clients that rest keep the window they had.
     """
     if window < 2 or tau <= 0:
         raise ConfigError(f"window={window}, tau={tau} cannot be a rule; give a window of 2 or more and tau above 0")
@@ -77,7 +77,7 @@ def when_settled(
             seen[key] = [*seen.get(key, []), report.scalars[scalar]][-window:]
         spreads = [spread(values) for values in seen.values() if len(values) == window]
         worst = max(spreads, default=math.inf) if reduce == "max" else statistics.fmean(spreads or [math.inf])
-        settled = progress.round > window and worst < tau
+        settled = worst < tau
         return {"seen": seen, "switched": settled}, int(settled)
 
     return switch

@@ -1,0 +1,105 @@
+"""Clients that never trained: what their statistics are, and that nothing else depends on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+from fednorm.data.federation import Federation, from_clients
+from fednorm.engines.base import start_state, step_spec
+from fednorm.engines.rounds import Run
+from fednorm.layers.batch_stats import moments
+from fednorm.newcomer import reestimated, tracked
+from fednorm.plan import Plan
+from fednorm.state import Tree, digest
+
+
+def with_newcomer() -> Federation:
+    """Two clients that train and one, far away, that never does."""
+    shifts = (-1.0, 1.0, 6.0)
+    train = [tiny.examples(12, shift, seed=client) for client, shift in enumerate(shifts)]
+    test = [tiny.examples(40, shift, seed=client + 100) for client, shift in enumerate(shifts)]
+    return replace(from_clients(train, test, num_classes=tiny.NUM_CLASSES), unseen=frozenset({2}))
+
+
+def played(method: str) -> Run:
+    return tiny.play(tiny.plan(method, data=with_newcomer(), model=tiny.conv_net(), rounds=4, eval__every=4))
+
+
+def scores(run: Run) -> dict[str, Any]:
+    return list(run.store.rows())[-1]["eval"]
+
+
+def state_of(run: Run) -> Tree:
+    made = run.plan
+    return start_state(made, made.schema(made.phases[0]), run.server, {})
+
+
+@pytest.mark.parametrize("rule", ["adabn", "tsmobn", "tsmobn(momentum=0.5)"])
+@pytest.mark.parametrize("host", ["fedavg", "silobn"])
+def test_only_the_score_of_the_unseen_changes(host: str, rule: str) -> None:
+    plain, ruled = played(host), played(f"{host}+{rule}")
+    assert digest(ruled.server) == digest(plain.server)
+    before, after = scores(plain), scores(ruled)
+    assert before.keys() == after.keys() == {"pooled", "own_client", "unseen"}
+    assert all(before[name] == after[name] for name in ("pooled", "own_client"))
+    assert before["unseen"]["accuracy"] != after["unseen"]["accuracy"]
+    assert after["unseen"]["how"] == ("reestimate" if rule == "adabn" else "track")
+
+
+def entering_first_norm(made: Plan, state: Tree, x: torch.Tensor) -> torch.Tensor:
+    conv = nn.functional.conv2d
+    return conv(x, state["0.weight"], state["0.bias"], padding=1)
+
+
+def test_reestimated_statistics_are_the_moments_of_the_client_s_own_data() -> None:
+    run = played("adabn")
+    made, state = run.plan, state_of(run)
+    new = reestimated(made, made.phases[0], state, 2)
+    mean, var = moments(entering_first_norm(made, state, made.federation.x[made.federation.clients[2]]))
+    assert torch.allclose(new["1.running_mean"], mean, rtol=0, atol=1e-12)
+    assert torch.allclose(new["1.running_var"], var, rtol=0, atol=1e-12)
+    others = state.keys() - {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert all(torch.equal(new[key], state[key]) for key in others)
+
+
+def test_labels_do_not_matter() -> None:
+    run = played("adabn")
+    blind = replace(run.plan.federation, y=torch.zeros_like(run.plan.federation.y))
+    again = tiny.plan("adabn", data=blind, model=tiny.conv_net(), rounds=4)
+    states = [reestimated(made, made.phases[0], state_of(run), 2) for made in (run.plan, again)]
+    assert digest(states[0]) == digest(states[1])
+
+
+@pytest.mark.parametrize("rest", [0, 1, 2])
+def test_a_trailing_example_is_left_out_but_a_lone_one_is_not(rest: int) -> None:
+    data = with_newcomer()
+    rows = data.clients[2][: 4 + rest]
+    data = replace(data, clients=(*data.clients[:2], rows))
+    made = tiny.plan("adabn", data=data, model=tiny.conv_net(), rounds=1)
+    state = made.initial()
+    used = rows[: 4 if rest == 1 else 4 + rest]
+    mean, _ = moments(entering_first_norm(made, state, data.x[used]))
+    assert torch.allclose(reestimated(made, made.phases[0], state, 2)["1.running_mean"], mean, rtol=0, atol=1e-12)
+    alone = tiny.plan("adabn", data=replace(data, clients=(*data.clients[:2], rows[:1])), model=tiny.conv_net())
+    assert all(bool(v.isfinite().all()) for v in reestimated(alone, alone.phases[0], state, 2).values())
+
+
+@pytest.mark.parametrize(("method", "part"), [("tsmobn", "running_var"), ("brn+tsmobn", "running_std")])
+def test_a_batch_moves_statistics_by_the_momentum(method: str, part: str) -> None:
+    made = tiny.plan(method, data=with_newcomer(), model=tiny.conv_net(), rounds=1)
+    state = made.initial()
+    x = made.federation.test_x[:8].double()
+    moved = tracked(step_spec(made, made.phases[0], probing=False), state, x, 0.25)
+    mean, var = moments(entering_first_norm(made, state, x))
+    spread = var if part == "running_var" else (var + 1e-5).sqrt()
+    for key, fresh in (("1.running_mean", mean), (f"1.{part}", spread)):
+        assert torch.allclose(moved[key], 0.75 * state[key] + 0.25 * fresh, rtol=0, atol=1e-12)
+    changed = {key for key in state if not torch.equal(moved[key], state[key])}
+    assert changed == {"1.running_mean", f"1.{part}"}
+    assert digest(state) == digest(made.initial())
