@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ TINY = (
     *("--model", "mlp_bn(width=16)", "--rounds", "3", "--local-steps", "1"),
 )
 """Settings of a run that takes a second at most."""
+# Several processes with several threads each crawl where cores are few.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -44,4 +47,4 @@ def fednorm(*arguments: object) -> Outcome:
 def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
     """Start a command line in a process of its own."""
     command = [sys.executable, "-m", "fednorm", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=cwd, env=ONE_THREAD, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -13,7 +13,7 @@ import pytest
 from command import TINY, fednorm, start
 
 # Enough rounds that a signal always finds the run at work; scoring only at the end keeps them cheap.
-LONG = (*TINY, "--rounds", "150", "--set", "eval.every=150", "--method", "fedbn+local-momentum")
+LONG = (*TINY, "--rounds", "80", "--set", "eval.every=80", "--method", "fedbn+local-momentum")
 
 
 def wait_for_rounds(folder: Path, count: int) -> None:
@@ -45,7 +45,7 @@ def test_kill_and_resume_give_the_same_bits(tmp_path: Path, whole: str) -> None:
     done = fednorm("resume", tmp_path / "run", "--json", "--quiet")
     assert done.json["runs"][0]["digest"] == whole
     rows = [json.loads(line)["round"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows == list(range(1, 151)), "no round is missing or there twice"
+    assert rows == list(range(1, 81)), "no round is missing or there twice"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -74,7 +74,7 @@ def test_a_killed_comparison_leaves_no_worker_behind(tmp_path: Path) -> None:
         assert time.monotonic() < limit, "workers outlived the process that started them"
         time.sleep(0.1)
     done = fednorm("resume", tmp_path / "both", "--json", "--quiet")
-    assert [run["rounds_done"] for run in done.json["runs"]] == [150, 150]
+    assert [run["rounds_done"] for run in done.json["runs"]] == [80, 80]
 
 
 def test_ctrl_c_ends_all_workers_of_a_comparison(tmp_path: Path) -> None:

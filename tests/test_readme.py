@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+from command import ONE_THREAD
 from fednorm import registry
 from fednorm.cli import app
 from fednorm.registry import parse
@@ -32,7 +33,9 @@ COMMANDS = [line.partition("#")[0].strip() for block in blocks("bash") for line 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_python_blocks_run(number: int) -> None:
     code = blocks("python")[number]
-    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-"], input=code, env=ONE_THREAD, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "pooled" in done.stdout
 
