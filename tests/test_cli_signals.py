@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +19,25 @@ from command import TINY, fednorm, start
 LONG = (*TINY, "--rounds", "80", "--set", "eval.every=80", "--method", "fedbn+local-momentum")
 
 
-def wait_for_rounds(folder: Path, count: int) -> None:
+@contextlib.contextmanager
+def running(*arguments: object, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A command line at work, which does not outlive the test."""
+    process = start(*arguments, cwd=cwd)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_rounds(process: subprocess.Popen[str], folder: Path, count: int) -> None:
     """Wait until a run has played some rounds."""
     limit = time.monotonic() + 120
-    while time.monotonic() < limit:
-        metrics = folder / "metrics.jsonl"
-        if metrics.exists() and metrics.read_text().count("\n") >= count:
-            return
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") >= count):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < limit, f"{folder} did not get to round {count}"
         time.sleep(0.05)
-    raise TimeoutError(f"{folder} did not get to round {count}")
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +50,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_kill_and_resume_give_the_same_bits(tmp_path: Path, whole: str) -> None:
-    process = start("run", *LONG, "--out", "run", cwd=tmp_path)
-    wait_for_rounds(tmp_path / "run", 3)
-    process.kill()
-    process.communicate()
+    with running("run", *LONG, "--out", "run", cwd=tmp_path) as process:
+        wait_for_rounds(process, tmp_path / "run", 3)
+        process.kill()
+        process.communicate()
     assert not (tmp_path / "run" / "result.json").exists()
     done = fednorm("resume", tmp_path / "run", "--json", "--quiet")
     assert done.json["runs"][0]["digest"] == whole
@@ -52,10 +65,10 @@ def test_kill_and_resume_give_the_same_bits(tmp_path: Path, whole: str) -> None:
 def test_a_signal_stops_between_rounds_and_says_how_to_go_on(
     number: signal.Signals, code: int, tmp_path: Path, whole: str
 ) -> None:
-    process = start("run", *LONG, "--out", "run", cwd=tmp_path)
-    wait_for_rounds(tmp_path / "run", 3)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    with running("run", *LONG, "--out", "run", cwd=tmp_path) as process:
+        wait_for_rounds(process, tmp_path / "run", 3)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == code
     stopped = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
     assert err == f"stopped after round {stopped}; continue with: fednorm resume run\n"
@@ -63,12 +76,13 @@ def test_a_signal_stops_between_rounds_and_says_how_to_go_on(
 
 
 def test_a_killed_comparison_leaves_no_worker_behind(tmp_path: Path) -> None:
-    process = start("compare", "fedavg", "fedbn", *LONG[:-2], "--jobs", "2", "--out", "both", cwd=tmp_path)
-    for name in ("fedavg-seed0", "fedbn-seed0"):
-        wait_for_rounds(tmp_path / "both" / name, 2)
-    owners = [int((tmp_path / "both" / name / ".lock").read_text()) for name in ("fedavg-seed0", "fedbn-seed0")]
-    process.kill()
-    process.communicate()
+    names = ("fedavg-seed0", "fedbn-seed0")
+    with running("compare", "fedavg", "fedbn", *LONG[:-2], "--jobs", "2", "--out", "both", cwd=tmp_path) as process:
+        for name in names:
+            wait_for_rounds(process, tmp_path / "both" / name, 2)
+        owners = [int((tmp_path / "both" / name / ".lock").read_text()) for name in names]
+        process.kill()
+        process.communicate()
     limit = time.monotonic() + 60
     while any(_alive(owner) for owner in owners):
         assert time.monotonic() < limit, "workers outlived the process that started them"
@@ -78,10 +92,10 @@ def test_a_killed_comparison_leaves_no_worker_behind(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_all_workers_of_a_comparison(tmp_path: Path) -> None:
-    process = start("compare", "fedavg", "fedbn", *LONG[:-2], "--jobs", "2", "--out", "both", cwd=tmp_path)
-    wait_for_rounds(tmp_path / "both" / "fedavg-seed0", 2)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    with running("compare", "fedavg", "fedbn", *LONG[:-2], "--jobs", "2", "--out", "both", cwd=tmp_path) as process:
+        wait_for_rounds(process, tmp_path / "both" / "fedavg-seed0", 2)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == "stopped; continue with: fednorm resume both\n"
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -30,22 +31,34 @@ class Batches:
     augmentation: str = "none"
     val_fraction: float = 0.0
     dtype: torch.dtype = torch.float32
-    _streams: dict[int, Stream] = field(default_factory=dict)
+    remembered: int = 4096
+    """so many clients' rows and epochs are kept at hand; more than a cohort, or every step shuffles anew"""
 
     @cached_property
-    def _rows(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return {}
-
-    def split(self, client: int) -> tuple[Tensor, Tensor]:
+    def split(self) -> Callable[[int], tuple[Tensor, Tensor]]:
         """(training rows, validation rows) of a client; which rows validate depends on seed and client alone."""
-        if client not in self._rows:
-            rows = self.federation.clients[client]
-            count = round(len(rows) * self.val_fraction)
-            order = rng.permutation(rng.key(self.seed, "validation", client), len(rows))
-            held = order[:count].sort().values
-            kept = order[count:].sort().values
-            self._rows[client] = (rows[kept], rows[held]) if count else (rows, rows[:0])
-        return self._rows[client]
+        return lru_cache(self.remembered)(self._split)
+
+    def _split(self, client: int) -> tuple[Tensor, Tensor]:
+        rows = self.federation.clients[client]
+        count = self.num_held(len(rows))
+        if not count:
+            return rows, rows[:0]
+        order = rng.permutation(rng.key(self.seed, "validation", client), len(rows))
+        held = order[:count].sort().values
+        kept = order[count:].sort().values
+        return rows[kept], rows[held]
+
+    def num_held(self, size: int) -> int:
+        """How many of a client's examples validate."""
+        return round(size * self.val_fraction)
+
+    def size_counts(self) -> Counter[int]:
+        """How many training clients have so many examples, validation included."""
+        sizes, many = self.federation.sizes.unique(return_counts=True)
+        counts = Counter(dict(zip(sizes.tolist(), many.tolist(), strict=True)))
+        counts.subtract(int(self.federation.sizes[client]) for client in self.federation.unseen)
+        return +counts
 
     def rows(self, client: int) -> Tensor:
         """Training rows of a client, or of all training clients together."""
@@ -53,11 +66,14 @@ class Batches:
             return torch.cat([self.split(c)[0] for c in self.federation.training_clients])
         return self.split(client)[0]
 
-    def stream(self, client: int) -> Stream:
-        if client not in self._streams:
-            size = self.union_batch_size if client == UNION else self.batch_size
-            self._streams[client] = Stream(self.seed, client, self.rows(client), size)
-        return self._streams[client]
+    @cached_property
+    def stream(self) -> Callable[[int], Stream]:
+        """The batches of a client over its life."""
+        return lru_cache(self.remembered)(self._stream)
+
+    def _stream(self, client: int) -> Stream:
+        size = self.union_batch_size if client == UNION else self.batch_size
+        return Stream(self.seed, client, self.rows(client), size)
 
     def num_examples(self, client: int) -> int:
         return len(self.stream(client).rows)
@@ -77,10 +93,18 @@ class Batches:
     def stack(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Batches of equal size of several clients, stacked: one gather and one augmentation for all."""
         device = self.federation.x.device
-        rows = torch.stack([self.stream(client).batch(k) for client, k in zip(clients, ks, strict=True)]).to(device)
-        x, y = self.federation.x[rows], self.federation.y[rows]
+        rows, keys = (part.to(device) for part in self.places(clients, ks))
+        return *self.gather(rows, keys), keys
+
+    def places(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(rows of the pool, keys) of these batches, on the host: all that tells one batch from another."""
+        rows = torch.stack([self.stream(client).batch(k) for client, k in zip(clients, ks, strict=True)])
         keys = torch.stack([rng.key(self.seed, "step", client, k) for client, k in zip(clients, ks, strict=True)])
-        keys = keys.to(device)
+        return rows, keys
+
+    def gather(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, y) of stacked batches, with nothing but work on the device, so that a CUDA graph can hold it."""
+        x, y = self.federation.x[rows], self.federation.y[rows]
         plan = parse_augmentation(self.augmentation)
         if plan.steps:
             draws = rng.key(keys, "augment")
@@ -89,7 +113,7 @@ class Batches:
                 x, y = torch.vmap(lambda x, y, key: augment_with_mask(x, y, key, plan, fill))(x, y, draws)
             else:
                 x = torch.vmap(lambda x, key: augment(x, key, plan))(x, draws)
-        return self.inputs(x), y, keys
+        return self.inputs(x), y
 
     def inputs(self, raw: Tensor) -> Tensor:
         """Raw rows as the model's numbers; inputs that are no numbers of that type (tokens) stay as they are."""

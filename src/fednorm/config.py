@@ -72,6 +72,8 @@ class EvalConfig:
     """score the model every so many rounds; 0: about twenty times in a run"""
     chunk: int = 500
     """examples scored at once"""
+    max_clients: int = 1000
+    """score the own models of at most so many clients: a sample drawn by the seed, which the result says"""
     probes: tuple[str, ...] = ()
     """quantities to record of each client's last step, such as grad-norm"""
     probe_every: int = 1
@@ -82,12 +84,16 @@ class EvalConfig:
 class EngineConfig:
     """Where and how the run is computed."""
 
-    name: Literal["sequential", "stacked"] = "sequential"
-    """engine: sequential is the reference, stacked trains all clients of a round at once"""
+    name: Literal["auto", "sequential", "stacked", "workers"] = "auto"
+    """engine: sequential, stacked (all clients at once), workers (CPU processes) or auto, which takes the fastest"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps"""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """numbers inside a GPU's convolutions and norms (bf16: stacked engine); weights, statistics, merges keep theirs"""
     threads: int = 0
     """CPU threads; 0: torch's choice"""
+    workers: int = 0
+    """processes of the workers engine; 0: one per core"""
     quorum: float | None = None
     """go on without clients whose update is refused while this share remains; default: stop at the first"""
     checkpoint_every: int = 1
@@ -153,8 +159,10 @@ def _check_ranges(config: RunConfig) -> None:
         "data.train_limit": (data.train_limit, 1),
         "eval.every": (config.eval.every, 0),
         "eval.chunk": (config.eval.chunk, 1),
+        "eval.max_clients": (config.eval.max_clients, 1),
         "eval.probe_every": (config.eval.probe_every, 1),
         "engine.threads": (config.engine.threads, 0),
+        "engine.workers": (config.engine.workers, 0),
         "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
     }
     for name, (value, least) in at_least.items():

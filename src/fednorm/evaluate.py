@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from fednorm import rng
+from fednorm.averages import averaged_local as averaged_local
 from fednorm.engines.base import start_state, step_spec
 from fednorm.method import Phase
 from fednorm.newcomer import reestimated, tracked
-from fednorm.pieces.merges import maximum, mean, pooled
 from fednorm.plan import Plan
-from fednorm.server import keys_with
-from fednorm.state import Kind, Policy, Tree
+from fednorm.state import Kind, Tree
 from fednorm.store import Store
 from fednorm.tasks import Sums
 
@@ -57,28 +56,13 @@ def score_rows(
     return total
 
 
-def averaged_local(plan: Plan, phase: Phase, store: Store) -> Tree:
-    """The uniform mean, over all clients seen, of what they keep local; counters by maximum, variances as told."""
-    schema = plan.schema(phase)
-    keys = [key for key in keys_with(schema, Policy.LOCAL) if schema[key][0].kind is not Kind.OPTIMIZER]
-    states = [store.get(client).tree for client in store.seen()]
-    states = [state for state in states if all(key in state for key in keys)]
-    if not keys or not states:
-        return {}
-    rules = {Kind.COUNTER: maximum}
-    if plan.method.newcomer.variance == "pooled":
-        rules[Kind.STATISTIC] = pooled
-    groups: dict[tuple[str, Kind], dict[str, str]] = defaultdict(dict)
-    for key in keys:
-        entry = schema[key][0]
-        groups[entry.layer, entry.kind][entry.part] = key
-    weights = [1 / len(states)] * len(states)
-    result: Tree = {}
-    for (_, kind), parts in groups.items():
-        sent = [{part: state[key] for part, key in parts.items()} for state in states]
-        new, _ = rules.get(kind, mean)(sent[0], sent, weights, {})
-        result |= {key: new[part] for part, key in parts.items()}
-    return result
+def scored(plan: Plan, clients: Sequence[int]) -> tuple[Sequence[int], dict[str, str]]:
+    """The clients whose scores count, and a note: all of them, or a keyed sample, the same in every round."""
+    most = plan.config.eval.max_clients
+    if len(clients) <= most:
+        return clients, {}
+    places = rng.subset(rng.key(plan.config.seed, "scored clients"), len(clients), most)
+    return [clients[place] for place in places], {"sample": f"{most} of {len(clients)} clients"}
 
 
 def client_model(plan: Plan, phase: Phase, server: Tree, store: Store, client: int, fallback: Tree) -> Tree:
@@ -104,6 +88,7 @@ def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:
         pool: tuple[Tensor, Tensor],
         rows: Sequence[Tensor],
         model: Callable[[int], Tree],
+        note: dict[str, str],
         adapt: Adapt | None = None,
     ) -> dict[str, Any]:
         metric = plan.task.metric
@@ -112,14 +97,15 @@ def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:
             for client, own in zip(clients, rows, strict=True)
             if len(own)
         }
-        return {metric: sum(scores.values()) / len(scores), "worst": min(scores.values()), "per_client": scores}
+        mean = sum(scores.values()) / len(scores)
+        return {metric: mean, "worst": min(scores.values()), "per_client": scores, **note}
 
     result: Scores = {}
-    trained = federation.training_clients
+    trained, note = scored(plan, federation.training_clients)
     if own_weights:
         everything = torch.arange(len(federation.test_y))
-        clients = [client for client in trained if store.get(client).tree]
-        result["pooled"] = mean_over(clients, test, [everything] * len(clients), model_of)
+        owners, about = scored(plan, [client for client in store.holding(average) if client not in federation.unseen])
+        result["pooled"] = mean_over(owners, test, [everything] * len(owners), model_of, about)
         result["pooled"]["how"] = "mean over the clients' own models"
     else:
         how = "averaged local state" if average else "global model"
@@ -129,8 +115,8 @@ def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:
         scores = {name: plan.task.summary(each)[plan.task.metric] for name, each in sums.items()}
         result["domains"] = {plan.task.metric: sum(scores.values()) / len(scores), "per_domain": scores}
     if any(len(federation.own_test[c]) for c in trained):
-        result["own_client"] = mean_over(trained, test, [federation.own_test[c] for c in trained], model_of)
-    unseen = sorted(federation.unseen)
+        result["own_client"] = mean_over(trained, test, [federation.own_test[c] for c in trained], model_of, note)
+    unseen, about = scored(plan, sorted(federation.unseen))
     if any(len(federation.own_test[c]) for c in unseen):
         rule = plan.method.newcomer
         spec = step_spec(plan, phase, probing=False)
@@ -139,10 +125,11 @@ def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:
             test,
             [federation.own_test[c] for c in unseen],
             lambda c: reestimated(plan, phase, newcomer, c) if rule.rule == "reestimate" else newcomer,
+            about,
             (lambda state, x: tracked(spec, state, x, rule.momentum)) if rule.rule == "track" else None,
         )
         result["unseen"]["how"] = rule.rule
-    if plan.config.data.val_fraction:
-        held = [plan.batches.split(c)[1] for c in trained]
-        result["validation"] = mean_over(trained, (federation.x, federation.y), held, model_of)
+    held = [plan.batches.split(c)[1] for c in trained] if plan.config.data.val_fraction else []
+    if any(map(len, held)):
+        result["validation"] = mean_over(trained, (federation.x, federation.y), held, model_of, note)
     return result

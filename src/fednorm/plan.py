@@ -15,6 +15,7 @@ from fednorm.config import RunConfig
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.federation import Federation
+from fednorm.data.streams import batches_per_epoch
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.expression import parse_term
 from fednorm.layers.scheduled import set_total_steps
@@ -125,15 +126,10 @@ def make_plan(
         augmentation=config.train.augment,
         val_fraction=config.data.val_fraction,
         dtype=dtype,
+        remembered=max(4096, 2 * cohort),
     )
     set_total_steps(prepared.model, config.rounds * _typical_steps(config, batches, method))
-    for client in (UNION,) if method.data == "union" else federation.training_clients:
-        if len(batches.rows(client)) == 0:
-            raise ConfigError(f"client {client} has no training examples left; lower data.val_fraction")
-    if config.data.val_fraction and not any(len(batches.split(client)[1]) for client in federation.training_clients):
-        raise ConfigError(
-            f"data.val_fraction={config.data.val_fraction} sets no example of any client aside; give a larger share"
-        )
+    _check_validation(config, batches, method)
     return Plan(
         config=config,
         method=method,
@@ -152,8 +148,28 @@ def _typical_steps(config: RunConfig, batches: Batches, method: Method) -> int:
     unit, amount = config.local_work()
     if unit == "steps":
         return amount
-    clients = (UNION,) if method.data == "union" else batches.federation.training_clients
-    return max(1, round(amount * sum(batches.per_epoch(client) for client in clients) / len(clients)))
+    if method.data == "union":
+        return max(1, amount * batches.per_epoch(UNION))
+    # By size, since there may be a million clients but not a million sizes.
+    counts = batches.size_counts()
+    size = batches.batch_size
+    steps = sum(count * batches_per_epoch(n - batches.num_held(n), size) for n, count in counts.items())
+    return max(1, round(amount * steps / counts.total()))
+
+
+def _check_validation(config: RunConfig, batches: Batches, method: Method) -> None:
+    """Every client must keep something to train on, and if validation is asked for, some client something for it."""
+    sizes = batches.size_counts()
+    federation = batches.federation
+    if method.data == "each" and any(batches.num_held(size) == size for size in sizes):
+        client = next(c for c in federation.training_clients if not len(batches.rows(c)))
+        raise ConfigError(f"client {client} has no training examples left; lower data.val_fraction")
+    if method.data == "union" and len(batches.rows(UNION)) == 0:
+        raise ConfigError(f"client {UNION} has no training examples left; lower data.val_fraction")
+    if config.data.val_fraction and not any(batches.num_held(size) for size in sizes):
+        raise ConfigError(
+            f"data.val_fraction={config.data.val_fraction} sets no example of any client aside; give a larger share"
+        )
 
 
 def with_weights(method: Method, weights: str) -> Method:

@@ -39,7 +39,9 @@ def layout_of(tree: Mapping[str, Tensor]) -> Layout:
     """
     for key, tensor in tree.items():
         if tensor.dtype not in _NAMES:
-            raise ConfigError(f"'{key}' has type {tensor.dtype}, which cannot be stored; use one of {', '.join(_DTYPES)}")
+            raise ConfigError(
+                f"'{key}' has type {tensor.dtype}, which cannot be stored; use one of {', '.join(_DTYPES)}"
+            )
     keys = sorted(tree, key=lambda key: -tree[key].element_size())
     return tuple((key, _NAMES[tree[key].dtype], tuple(tree[key].shape)) for key in keys)
 
@@ -74,9 +76,8 @@ def unpack_stack(layout: Layout, records: Sequence[bytes]) -> Tree:
     data = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8).view(len(records), -1)
     _, *parts = data.split((_HEAD, *sizes), dim=1)
     return {
-        key: part.clone(memory_format=torch.contiguous_format).view(_DTYPES[dtype]).view(-1, *shape)
+        key: part.clone(memory_format=torch.contiguous_format).view(_DTYPES[dtype]).view(len(records), *shape)
         for (key, dtype, shape), part in zip(layout, parts, strict=True)
-        if part.shape[1]
     }
 
 
@@ -105,7 +106,7 @@ def page_size(row: int, default: int = 4096, slack: float = 1.07) -> int:
     format: rows up to a page lie side by side, of longer ones all but a first part is in pages of its own.
 
     >>> [page_size(row) for row in (300, 1100, 3000, 8240, 75000)]
-    [4096, 1024, 1024, 4096, 4096]
+    [4096, 1024, 2048, 4096, 4096]
     """
     sizes = sorted((2**power for power in range(10, 17)), key=lambda size: abs(size - default))
     costs = {size: _bytes_in_file(row, size) / row for size in sizes}

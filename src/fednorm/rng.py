@@ -96,6 +96,21 @@ def permutation(key: Tensor, count: int) -> Tensor:
     return torch.argsort(bits(key, (count,)), stable=True)
 
 
+def subset(key: Tensor, count: int, size: int) -> list[int]:
+    """`size` different numbers of 0..count-1, ascending, every set equally likely; the work grows with `size` alone.
+
+    Floyd's algorithm: the j-th draw is from the first count - size + j numbers; one drawn before stands for the last.
+
+    >>> subset(key(7), 10**12, 3) == subset(key(7), 10**12, 3), subset(key(7), 4, 4)
+    (True, [0, 1, 2, 3])
+    """
+    last = torch.arange(count - size, count, dtype=torch.int64, device=key.device)
+    chosen: set[int] = set()
+    for drawn, top in zip((_shift(bits(key, (size,)), 1) % (last + 1)).tolist(), last.tolist(), strict=True):
+        chosen.add(top if drawn in chosen else drawn)
+    return sorted(chosen)
+
+
 def as_seed(key: Tensor) -> int:
     """A key as a non-negative integer, for host-side generators such as `numpy.random.default_rng`."""
     return int(key.item()) & ((1 << 63) - 1)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednorm.data.client_rows import client_rows
 from fednorm.data.federation import Federation
 from fednorm.data.image_set import ImageSet
 from fednorm.data.partition import Rows, generator, largest_remainder
@@ -49,10 +50,10 @@ def make_federation(
         name=image_set.name,
         x=image_set.train_x,
         y=image_set.train_y,
-        clients=tuple(torch.from_numpy(rows) for rows in clients),
+        clients=client_rows(torch.from_numpy(rows) for rows in clients),
         test_x=image_set.test_x,
         test_y=image_set.test_y,
-        own_test=tuple(torch.from_numpy(rows) for rows in own),
+        own_test=client_rows(torch.from_numpy(rows) for rows in own),
         num_classes=image_set.num_classes,
         domains=domain_rows(image_set),
         unseen=frozenset(range(num_clients - unseen, num_clients)),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from fednorm.data.client_rows import MANY, ClientRows, consecutive_rows
 from fednorm.errors import ConfigError
 
 
@@ -24,10 +26,10 @@ class Federation:
     name: str
     x: Tensor
     y: Tensor
-    clients: tuple[Tensor, ...]
+    clients: Sequence[Tensor]
     test_x: Tensor
     test_y: Tensor
-    own_test: tuple[Tensor, ...]
+    own_test: Sequence[Tensor]
     num_classes: int
     domains: Mapping[str, Tensor] = field(default_factory=dict)
     unseen: frozenset[int] = frozenset()
@@ -37,9 +39,21 @@ class Federation:
     task: str = "classification"
     ignore_index: int = -100
 
-    @property
-    def training_clients(self) -> tuple[int, ...]:
-        return tuple(c for c in range(len(self.clients)) if c not in self.unseen)
+    @cached_property
+    def training_clients(self) -> Sequence[int]:
+        """Ids of the clients that train, ascending."""
+        everyone = range(len(self.clients))
+        seen = everyone[: len(everyone) - len(self.unseen)]
+        if len(everyone) >= MANY and self.unseen.isdisjoint(seen):
+            return seen
+        return tuple(c for c in everyone if c not in self.unseen)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """How many training examples each client has."""
+        if isinstance(self.clients, ClientRows):
+            return self.clients.sizes
+        return torch.tensor([len(rows) for rows in self.clients], dtype=torch.int64)
 
     @property
     def in_channels(self) -> int:
@@ -53,9 +67,13 @@ class Federation:
         if not self.mean:
             return x
         shape = (-1, 1, 1)
-        mean = torch.tensor(self.mean, device=x.device).view(shape)
-        std = torch.tensor(self.std, device=x.device).view(shape)
+        mean, std = (_on_device(values, x.device).view(shape) for values in (self.mean, self.std))
         return (x - mean) / std
+
+
+@lru_cache(maxsize=16)
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)  # once: a copy from the host in every batch would stall a GPU
 
 
 Examples = tuple[Tensor, Tensor] | torch.utils.data.Dataset[object]
@@ -99,21 +117,16 @@ def from_clients(
     if per_client and len(parts) != len(train):
         raise ConfigError(f"{len(train)} clients but {len(parts)} test sets; give one per client, or one for all")
     tests = [as_tensors(part, f"test set {c}") for c, part in enumerate(parts)]
-    own = _ranges([len(y) for _, y in tests])
+    own = consecutive_rows([len(y) for _, y in tests])
     y = torch.cat([part for _, part in pools])
     test_y = torch.cat([part for _, part in tests])
     return Federation(
         name=name,
         x=torch.cat([part for part, _ in pools]),
         y=y,
-        clients=_ranges([len(part) for _, part in pools]),
+        clients=consecutive_rows([len(part) for _, part in pools]),
         test_x=torch.cat([part for part, _ in tests]),
         test_y=test_y,
-        own_test=own if per_client else own * len(train),
+        own_test=own if per_client else (own[0],) * len(train),
         num_classes=num_classes or int(max(y.max(), test_y.max())) + 1,
     )
-
-
-def _ranges(sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple(torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True))

@@ -129,7 +129,7 @@ def shifted(federation: Federation, seed: int, severity: float = 1.0) -> Federat
         name=f"{federation.name} (feature shift)",
         x=x,
         test_x=torch.cat(tests),
-        test_y=federation.test_y[torch.cat(federation.own_test)],
+        test_y=federation.test_y[torch.cat(list(federation.own_test))],
         own_test=tuple(own),
         domains={kind: torch.cat(rows) for kind, rows in domains.items()},
     )

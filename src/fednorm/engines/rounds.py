@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from fednorm import rng
 from fednorm.batches import UNION
 from fednorm.config import differences, to_dict
-from fednorm.engines.base import Engine, Job, Outcome, start_state
-from fednorm.engines.sequential import SequentialEngine
-from fednorm.engines.stacked import StackedEngine
-from fednorm.errors import ConfigError, DivergedError, QuorumError, unknown
+from fednorm.engines.base import Job, Outcome, start_state
+from fednorm.engines.choose import ENGINES as ENGINES
+from fednorm.engines.choose import close_engine, make_engine
+from fednorm.errors import ConfigError, DivergedError, QuorumError
 from fednorm.evaluate import Scores, evaluate
 from fednorm.method import Memory, Phase, Progress
 from fednorm.pieces.weights import Report
@@ -22,8 +24,13 @@ from fednorm.server import flaw, keys_with, merge_updates
 from fednorm.state import Kind, Policy, Tree, tree_bytes
 from fednorm.store import ClientState, Store, to_device
 
-ENGINES: dict[str, Callable[[Plan], Engine]] = {"sequential": SequentialEngine, "stacked": StackedEngine}
 Row = dict[str, Any]
+
+
+def set_precision(plan: Plan) -> None:
+    """Let float32 be rounded to tf32 inside products only where the config allows it."""
+    torch.backends.cuda.matmul.allow_tf32 = plan.config.engine.precision != "fp32"
+    torch.backends.cudnn.allow_tf32 = plan.config.engine.precision != "fp32"
 
 
 def sample(plan: Plan, round: int) -> list[int]:
@@ -33,23 +40,22 @@ def sample(plan: Plan, round: int) -> list[int]:
     clients = plan.federation.training_clients
     if plan.cohort_size == len(clients):
         return list(clients)
-    order = rng.permutation(rng.key(plan.config.seed, "cohort", round), len(clients))
-    return sorted(clients[i] for i in order[: plan.cohort_size].tolist())
+    drawn = rng.subset(rng.key(plan.config.seed, "cohort", round), len(clients), plan.cohort_size)
+    return [clients[place] for place in drawn]
 
 
 class Run:
     """A run in progress. All that changes is here and goes into the store with every commit."""
 
     def __init__(self, plan: Plan, store: Store) -> None:
-        if plan.config.engine.name not in ENGINES:
-            raise unknown("engine", plan.config.engine.name, ENGINES)
         self.plan = plan
         self.store = store
-        self.engine = ENGINES[plan.config.engine.name](plan)
+        set_precision(plan)
         facts = store.facts()
         if facts and facts.get("config") != to_dict(plan.config):
             changed = differences(facts.get("config", {}), to_dict(plan.config))
             raise ConfigError(f"the run was started with another config: {changed}; put it back, or start a new run")
+        self.engine_name, self.engine = make_engine(plan, facts.get("engine"))
         self.round: int = facts.get("round", 0)
         self.switch_memory: Memory = facts.get("switch", {})
         self.reports = [Report(**report) for report in facts.get("reports", [])]
@@ -63,14 +69,17 @@ class Run:
     def rounds(self) -> Iterator[Row]:
         """Play the remaining rounds; each row is yielded after the round is finished and, as configured, committed."""
         total = self.plan.config.rounds
-        while self.round < total:
-            started = time.perf_counter()
-            row = self._play(self.round + 1)
-            row["seconds"] = round(time.perf_counter() - started, 6)
-            self._uncommitted.append(row)
-            if self.round % self.plan.config.engine.checkpoint_every == 0 or self.round == total:
-                self._commit()
-            yield row
+        try:
+            while self.round < total:
+                started = time.perf_counter()
+                row = self._play(self.round + 1)
+                row["seconds"] = round(time.perf_counter() - started, 6)
+                self._uncommitted.append(row)
+                if self.round % self.plan.config.engine.checkpoint_every == 0 or self.round == total:
+                    self._commit()
+                yield row
+        finally:
+            close_engine(self.engine)
 
     def stop(self) -> None:
         """Commit what was played since the last checkpoint, so that an orderly stop loses nothing."""
@@ -122,7 +131,7 @@ class Run:
         """
         plan = self.plan
         schema = plan.schema(phase)
-        states = {client: self.store.get(client) for client in cohort}
+        states = self.store.get_many(cohort)
         jobs = [
             Job(
                 client,
@@ -182,6 +191,7 @@ class Run:
     def _commit(self) -> None:
         facts = {
             "config": to_dict(self.plan.config),
+            "engine": self.engine_name,
             "switch": self.switch_memory,
             "reports": [asdict(report) for report in self.reports],
             "finished": self.finished,

@@ -49,6 +49,8 @@ class SequentialEngine:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        # Channels last is the layout that CPU kernels of float32 convolutions, norms and poolings like best.
+        self._channels_last = plan.device.type == "cpu" and plan.batches.dtype is torch.float32
 
     def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
         step = phase.step(step_spec(self.plan, phase, probing))
@@ -61,11 +63,26 @@ class SequentialEngine:
                     yield self._finish(phase, step, client, numbers)
             else:
                 for job in jobs:
-                    yield self._finish(phase, step, self._begin(phase, job), numbers)
+                    yield self._train_alone(phase, step, job, numbers)
+
+    def _train_alone(self, phase: Phase, step: Step, job: Job, numbers: dict[str, float]) -> Outcome:
+        try:
+            return self._finish(phase, step, self._begin(phase, job), numbers)
+        except RuntimeError:
+            if not self._channels_last:
+                raise
+        # A model that calls `view` on its activations depends on their layout; any other error comes again.
+        self._channels_last = False
+        return self._finish(phase, step, self._begin(phase, job), numbers)
 
     def _begin(self, phase: Phase, job: Job) -> Training:
-        trees = to_trees(self.plan, phase, job.start)
+        start = {key: self._laid_out(phase, value) for key, value in job.start.items()}
+        trees = to_trees(self.plan, phase, start)
         return Training(job, trees.params, trees.rest, trees.buffers, dict(trees.params))
+
+    def _laid_out(self, phase: Phase, tensor: Tensor) -> Tensor:
+        wanted = self._channels_last and tensor.dim() == 4 and not phase.lockstep
+        return tensor.contiguous(memory_format=torch.channels_last) if wanted else tensor
 
     def _step_together(
         self, phase: Phase, cohort: Sequence[Training], numbers: dict[str, float], probing: bool
@@ -98,6 +115,8 @@ class SequentialEngine:
             torch.manual_seed(rng.as_seed(rng.key(plan.config.seed, "torch", job.client, job.first_batch)))
             for k in range(job.first_batch + len(client.losses), job.first_batch + job.num_steps):
                 x, y, key = plan.batches.batch(job.client, k)
+                x = self._laid_out(phase, x)
                 client.take(step(client.params, client.rest, client.buffers, client.anchor, x, y, key, numbers))
         end = {**client.params, **client.rest, **client.buffers}
+        end = {key: value.contiguous() for key, value in end.items()}
         return outcome(plan, phase, job, end, torch.stack(client.losses).tolist(), client.seen)

@@ -1,1 +1,1 @@
-"""Operators over a stack of clients, each with weights of its own: Triton kernels, and the reference they must equal."""
+"""Operators over a stack of clients, each with its own weights: Triton kernels, and the reference they equal."""

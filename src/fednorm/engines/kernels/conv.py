@@ -1,4 +1,4 @@
-"""Triton kernels for convolutions of a stack of clients, activations laid out as (client, batch, height, width, channel).
+"""Triton kernels for convolutions of a stack of clients, with activations as (client, batch, height, width, channel).
 
 cuDNN runs a convolution with weights per client as a grouped one, which is weak at the 16 to 64 channels of small
 networks. Here a program computes a tile of output pixels of one client as a matrix product for each tap of the filter.
@@ -30,6 +30,7 @@ def _conv_kernel(
     KH: tl.constexpr,
     KW: tl.constexpr,
     BACKWARD: tl.constexpr,
+    PRECISION: tl.constexpr,
     PIXELS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -65,7 +66,7 @@ def _conv_kernel(
                     w_at = (outs[None, :] * IN + ins[:, None]) * (KH * KW)
                 w_mask = (ins < IN)[:, None] & (outs < OUT)[None, :]
                 w = tl.load(w_base + w_at + kh * KW + kw, mask=w_mask, other=0.0)
-                acc += tl.dot(x, w.to(x.dtype), input_precision="tf32")
+                acc += tl.dot(x, w.to(x.dtype), input_precision=PRECISION)
     y_at = client.to(tl.int64) * (total * OUT) + pixel[:, None] * OUT + outs[None, :]
     tl.store(y_ptr + y_at, acc.to(y_ptr.dtype.element_ty), mask=(pixel < total)[:, None] & (outs < OUT)[None, :])
 
@@ -90,6 +91,7 @@ def _weight_kernel(
     KH: tl.constexpr,
     KW: tl.constexpr,
     TURNS: tl.constexpr,
+    PRECISION: tl.constexpr,
     PIXELS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -108,7 +110,7 @@ def _weight_kernel(
     x_base = x_ptr + client.to(tl.int64) * (batch * in_height * in_width * IN)
     dy_base = dy_ptr + client.to(tl.int64) * (total * OUT)
     acc = tl.zeros((BLOCK_IN, BLOCK_OUT), dtype=tl.float32)
-    for turn in range(0, TURNS):
+    for turn in range(TURNS):
         pixel = (turn * splits + split) * PIXELS + tl.arange(0, PIXELS)
         column = pixel % out_width
         row = (pixel // out_width) % out_height
@@ -120,7 +122,7 @@ def _weight_kernel(
         x = tl.load(x_base + at[:, None] + ins[None, :], mask=hit[:, None] & (ins < IN)[None, :], other=0.0)
         dy_mask = inside[:, None] & (outs < OUT)[None, :]
         dy = tl.load(dy_base + pixel[:, None] * OUT + outs[None, :], mask=dy_mask, other=0.0)
-        acc += tl.dot(tl.trans(x), dy, input_precision="tf32")
+        acc += tl.dot(tl.trans(x), dy, input_precision=PRECISION)
     base = (split * clients + client) * (OUT * IN * KH * KW)
     out_at = (outs[None, :] * IN + ins[:, None]) * (KH * KW) + tap
     tl.store(part_ptr + base + out_at, acc, mask=(ins < IN)[:, None] & (outs < OUT)[None, :])
@@ -135,7 +137,14 @@ def _block(channels: int) -> int:
     return min(64, max(16, triton.next_power_of_2(channels)))
 
 
-def _launch(x: Tensor, w: Tensor, size: tuple[int, int], stride: int, padding: tuple[int, int], backward: bool) -> Tensor:
+def _precision() -> str:
+    """What torch may do with float32 in convolutions, these may too."""
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def _launch(
+    x: Tensor, w: Tensor, size: tuple[int, int], stride: int, padding: tuple[int, int], backward: bool
+) -> Tensor:
     clients, outs, ins, kh, kw = w.shape
     if backward:
         outs, ins = ins, outs
@@ -148,7 +157,7 @@ def _launch(x: Tensor, w: Tensor, size: tuple[int, int], stride: int, padding: t
     _conv_kernel[grid](
         x, w.contiguous(), y, batch, height, width, *size,
         IN=ins, OUT=outs, STRIDE=stride, PAD_H=padding[0], PAD_W=padding[1], KH=kh, KW=kw, BACKWARD=backward,
-        PIXELS=pixels, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4,
+        PRECISION=_precision(), PIXELS=pixels, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4,
     )  # fmt: skip
     return y.permute(0, 1, 4, 2, 3)
 
@@ -164,9 +173,7 @@ def conv_input_grad(dy: Tensor, w: Tensor, size: tuple[int, int], stride: int, p
     return _launch(dy, w, size, stride, padding, backward=True)
 
 
-def conv_weight_grad(
-    x: Tensor, dy: Tensor, kernel: tuple[int, int], stride: int, padding: tuple[int, int]
-) -> Tensor:
+def conv_weight_grad(x: Tensor, dy: Tensor, kernel: tuple[int, int], stride: int, padding: tuple[int, int]) -> Tensor:
     """The gradient of the weights, in float32."""
     x, dy = channels_last(x), channels_last(dy)
     clients, batch, height, width, ins = x.shape
@@ -181,6 +188,7 @@ def conv_weight_grad(
     _weight_kernel[(splits, clients, places)](
         x, dy, parts, batch, height, width, out_height, out_width, splits, clients,
         IN=ins, OUT=outs, STRIDE=stride, PAD_H=padding[0], PAD_W=padding[1], KH=kernel[0], KW=kernel[1],
-        TURNS=triton.cdiv(tiles, splits), PIXELS=pixels, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4,
+        TURNS=triton.cdiv(tiles, splits), PRECISION=_precision(), PIXELS=pixels,
+        BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4,
     )  # fmt: skip
     return parts.sum(0) if splits > 1 else parts[0]

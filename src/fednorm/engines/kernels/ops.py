@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
+from torch.nn.modules.batchnorm import _BatchNorm
 
 Pair = tuple[int, int]
 
@@ -209,8 +210,14 @@ def _channels(values: Tensor) -> Tensor:
 class StackConv2d(nn.Conv2d):
     """A Conv2d whose mapping over clients is one kernel."""
 
+    narrow: torch.dtype | None = None
+    dense = False
+
     def forward(self, input: Tensor) -> Tensor:
-        y: Any = _Conv.apply(input, self.weight, self.stride[0], tuple(self.padding))
+        x = input if self.narrow is None else input.to(self.narrow)
+        y: Any = _Conv.apply(x, self.weight, self.stride[0], tuple(self.padding))
+        if self.dense:
+            y = y.contiguous()
         return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, 1, 1)
 
 
@@ -218,34 +225,47 @@ class StackBatchNorm2d(nn.BatchNorm2d):
     """A BatchNorm2d whose training pass over a stack of clients is two kernels."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.weight is None or not self.track_running_stats:
+        if not self.training or self.weight is None:
             return super().forward(input)
         y, mean, var = _Norm.apply(input, self.weight, self.bias, self.eps)  # pyright: ignore[reportGeneralTypeIssues]
         count = input.numel() // input.shape[1]
-        assert self.running_mean is not None and self.running_var is not None  # noqa: S101
-        assert self.num_batches_tracked is not None  # noqa: S101
-        self.num_batches_tracked.add_(1)
-        rate = self.momentum if self.momentum is not None else 1 / self.num_batches_tracked.to(mean.dtype)
-        self.running_mean.add_(rate * (mean - self.running_mean))
-        self.running_var.add_(rate * (var * (count / (count - 1)) - self.running_var))
+        counter, running_mean, running_var = self.num_batches_tracked, self.running_mean, self.running_var
+        if counter is not None and running_mean is not None and running_var is not None:
+            counter.add_(1)
+            rate = self.momentum if self.momentum is not None else 1 / counter.to(mean.dtype)
+            running_mean.add_(rate * (mean - running_mean))
+            running_var.add_(rate * (var * (count / (count - 1)) - running_var))
         return y
 
 
-def use_kernels(model: nn.Module) -> int:
+def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
     """Let a model's plain convolutions and batch norms run as stack operators; returns how many changed.
 
-    Only exact types change: a subclass may compute something else. Tensors, keys and results stay.
+    Only exact types change: a subclass may compute something else. Tensors and keys stay. With `narrow` (bfloat16)
+    convolutions round their inputs and hand on what is narrow; every other layer with parameters is given its own
+    type, so any model runs.
     """
+    # Torch's own batch norm cannot be mapped over channels-last activations (torch 2.11 to 2.13).
+    dense = any(isinstance(m, _BatchNorm) and type(m) is not nn.BatchNorm2d for m in model.modules())
     changed = 0
     for module in model.modules():
         if type(module) is nn.Conv2d and _plain(module):
             module.__class__ = StackConv2d
+            vars(module).update(narrow=narrow, dense=dense)
         elif type(module) is nn.BatchNorm2d:
             module.__class__ = StackBatchNorm2d
         else:
+            if narrow is not None and next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(_widen)
             continue
         changed += 1
     return changed
+
+
+def _widen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give a layer its inputs in the type of its parameters."""
+    wide = next(module.parameters(recurse=False)).dtype
+    return tuple(a.to(wide) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
 
 
 def _plain(conv: nn.Conv2d) -> bool:

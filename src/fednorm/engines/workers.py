@@ -1,0 +1,283 @@
+"""Clients in parallel on the CPU: worker processes of one thread each run the sequential engine's own code.
+
+The data set lies in shared memory, and so does a slot per worker, through which a client's state goes there and comes
+back. Pipes carry a few numbers per client. Everybody waits without looking around: no polling, no tensor is pickled.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import connection, util
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fednorm.engines.base import Job, Outcome
+from fednorm.engines.parcel import CannotSend, Parcel, pack, slot_bytes, slot_views, survives, unpack
+from fednorm.engines.sequential import SequentialEngine
+from fednorm.errors import ConfigError, FednormError
+from fednorm.method import Phase
+from fednorm.pieces.weights import Report
+from fednorm.plan import Plan
+from fednorm.server import Update, keys_with
+from fednorm.state import Policy, Tree
+
+
+class WorkersEngine:
+    """Clients train in processes that start with the first phase and end with the run.
+
+    Phases in lock-step, phases that cannot be sent and cohorts of one are trained here, by the same code.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        if plan.device.type != "cpu":
+            raise ConfigError(
+                f"engine 'workers' trains on the CPU, but the device is {plan.device}; "
+                "give --device cpu, or --engine stacked"
+            )
+        self.plan = plan
+        self.processes = count_processes(plan)
+        self._here = SequentialEngine(plan)
+        self._crew: Crew | None = None
+        self.refused = False
+
+    def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
+        crew = None if phase.lockstep or len(jobs) == 1 or self.refused else self._crew or self._start()
+        place = crew.place(phase) if crew else None
+        if crew is None or place is None:
+            yield from self._here.train(phase, round, jobs, probing)
+            return
+        try:
+            yield from crew.train(place, round, jobs, probing)
+        except BaseException:  # also an interrupt, or a caller that listens no more: workers are in the middle of it
+            self.close()
+            raise
+
+    def _start(self) -> Crew | None:
+        try:
+            self._crew = Crew(self.plan, self.processes)
+        except CannotSend as refusal:
+            print(f"workers engine: {refusal}; using sequential", file=sys.stderr)
+            self.refused = True
+        return self._crew
+
+    def close(self) -> None:
+        """End the processes; a later phase would start new ones."""
+        if self._crew:
+            self._crew.close()
+            self._crew = None
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_processes(plan: Plan) -> int:
+    """As many processes as configured, or one per core; never more than clients in a round."""
+    return max(1, min(plan.config.engine.workers or usable_cores(), plan.cohort_size))
+
+
+@dataclass
+class Worker:
+    """A process as its parent sees it."""
+
+    process: BaseProcess
+    pipe: connection.Connection
+    slot: Tensor
+    client: int | None = None
+    """The client it works on."""
+    views: dict[int, Tree] = field(default_factory=dict)
+
+
+class Crew:
+    """Processes that share a plan."""
+
+    def __init__(self, plan: Plan, count: int) -> None:
+        self.plan = plan
+        parcel = pack(plan)
+        size = max(slot_bytes(plan.schema(plan.phases[place])) for place in parcel.phases)
+        self._sent = frozenset(parcel.phases)
+        self._workers: list[Worker] = []
+        # Runs when the crew is closed, is no longer used or the program ends, and before multiprocessing waits.
+        self._end = util.Finalize(self, _end_all, args=(self._workers,), exitpriority=10)
+        try:
+            for _ in range(count):
+                self._workers.append(_start(parcel, torch.zeros(size, dtype=torch.uint8).share_memory_()))
+            for worker in self._workers:
+                self._receive(worker, "while it started")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def place(self, phase: Phase) -> int | None:
+        """Where a phase stands in the plan; None if the processes do not have it."""
+        places = (place for place, each in enumerate(self.plan.phases) if each is phase and place in self._sent)
+        return next(places, None)
+
+    def close(self) -> None:
+        self._end()
+
+    def train(self, place: int, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
+        """Each worker takes the next client when it is done with one; the longest work goes first, to end together."""
+        waiting = deque(sorted(jobs, key=lambda job: -job.num_steps))
+        for worker in self._workers[: len(jobs)]:
+            self._send(worker, place, round, waiting.popleft(), probing)
+        while busy := {worker.pipe: worker for worker in self._workers if worker.client is not None}:
+            ready = connection.wait(list(busy))
+            for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
+                told = self._receive(worker, f"in round {round} with client {worker.client}")
+                done = self._collect(worker, place, told)
+                if waiting:
+                    self._send(worker, place, round, waiting.popleft(), probing)
+                yield done
+
+    def _send(self, worker: Worker, place: int, round: int, job: Job, probing: bool) -> None:
+        views = self._slot(worker, place)
+        for key, view in views.items():
+            view.copy_(job.start[key])
+        worker.client = job.client
+        try:
+            worker.pipe.send((place, round, job.client, job.first_batch, job.num_steps, probing))
+        except OSError:
+            raise _lost(worker, f"before round {round}, client {job.client}") from None
+
+    def _receive(self, worker: Worker, when: str) -> Any:
+        try:
+            told = worker.pipe.recv()
+        except (EOFError, OSError):
+            raise _lost(worker, when) from None
+        if isinstance(told, BaseException):
+            raise told
+        return told
+
+    def _collect(self, worker: Worker, place: int, told: tuple[Report, dict[str, float]]) -> Outcome:
+        report, seen = told
+        views = self._slot(worker, place)
+        schema = self.plan.schema(self.plan.phases[place])
+
+        def copies(policy: Policy) -> Tree:
+            return {key: views[key].clone() for key in keys_with(schema, policy)}
+
+        worker.client = None
+        update = Update(report, shared=copies(Policy.SHARED), reported=copies(Policy.REPORTED))
+        return Outcome(update, kept=copies(Policy.LOCAL), seen=seen)
+
+    def _slot(self, worker: Worker, place: int) -> Tree:
+        if place not in worker.views:
+            worker.views[place] = slot_views(worker.slot, self.plan.schema(self.plan.phases[place]))
+        return worker.views[place]
+
+
+def _lost(worker: Worker, when: str) -> FednormError:
+    worker.process.join(5)
+    code = worker.process.exitcode or 0
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return FednormError(
+        f"a worker process {how} {when}; if memory is short, give fewer engine.workers, then resume the run"
+    )
+
+
+def _start(parcel: Parcel, slot: Tensor) -> Worker:
+    # A fresh interpreter: a fork of a process that has used torch's threads may hang.
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, parcel, slot), name="fednorm worker", daemon=True)
+    # The block is inherited: signals to a terminal's whole group are for the parent, which ends its workers itself.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        with _main_left_alone():
+            process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+    return Worker(process, ours, slot)
+
+
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Keep multiprocessing from running the user's script again in each worker, which scripts rarely expect."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
+
+
+def _end_all(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()  # it holds nothing that would need an orderly end
+    for worker in workers:
+        worker.process.join()
+        worker.process.close()
+        worker.pipe.close()
+    workers.clear()
+
+
+def _serve(pipe: connection.Connection, parcel: Parcel, slot: Tensor) -> None:
+    """The life of a worker process."""
+    _die_with_parent()
+    torch.set_num_threads(1)
+    try:
+        plan, phases = unpack(parcel)
+    except Exception as error:  # an import that fails here, say
+        known = isinstance(error, CannotSend)
+        pipe.send(error if known else CannotSend(f"the plan cannot be rebuilt in another process ({error})"))
+        return
+    pipe.send("ready")
+    engine = SequentialEngine(plan)
+    views = {place: slot_views(slot, plan.schema(phase)) for place, phase in phases.items()}
+    while True:
+        try:
+            place, round, client, first_batch, num_steps, probing = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            job = Job(client, views[place], first_batch, num_steps)
+            (done,) = engine.train(phases[place], round, [job], probing)
+            _write(views[place], done)
+            pipe.send((done.update.report, dict(done.seen)))
+        except Exception as error:
+            pipe.send(_portable(error, client))
+
+
+def _die_with_parent() -> None:
+    """A worker whose parent was killed ends at once, in the middle of a client."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _write(views: Tree, done: Outcome) -> None:
+    for key, value in {**done.update.shared, **done.update.reported, **done.kept}.items():
+        if value.dtype != views[key].dtype or value.shape != views[key].shape:
+            raise FednormError(
+                f"client {done.update.client} changed '{key}' from {views[key].dtype} {tuple(views[key].shape)} "
+                f"to {value.dtype} {tuple(value.shape)}; a layer must keep the type and shape of its state"
+            )
+        views[key].copy_(value)
+
+
+def _portable(error: Exception, client: int) -> Exception:
+    """The error itself where it survives the way to the parent, or its text."""
+    if survives(error):
+        error.add_note(f"in a worker process, with client {client}:\n{traceback.format_exc()}")
+        return error
+    return FednormError(f"client {client}: {type(error).__name__}: {' '.join(str(error).split())}")
