@@ -74,12 +74,15 @@ def plain_ms(clients: int, precision: str, union: bool, compiled: bool = False) 
         loss.backward()
         optimizer.step()
 
-    for _ in range(3):
-        step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
     run: Callable[[], None] = step
     if union:
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             step()
         run = graph.replay
@@ -101,17 +104,21 @@ def main() -> None:
     args = parser.parse_args()
     results = {}
     for clients in args.clients:
-        found = {f"plain {p}": plain_ms(clients, p, union=False) for p in ("fp32", "tf32", "bf16")}
-        found["centralized bf16 compiled"] = plain_ms(clients, "bf16", union=True, compiled=True)
-        if clients <= 20:
-            found["sequential fp32"] = engine_ms(clients, "sequential", "fp32", "crop(2)+flip")
+        found: dict[str, float] = {}
+
+        def note(name: str, value: float, clients: int = clients, found: dict[str, float] = found) -> None:
+            found[name] = value
+            print(f"{clients:4} clients  {name:36} {value:9.3f} ms", flush=True)
+
         for precision in ("fp32", "tf32", "bf16"):
-            found[f"stacked {precision}"] = engine_ms(clients, "stacked", precision, "crop(2)+flip")
+            note(f"stacked {precision}", engine_ms(clients, "stacked", precision, "crop(2)+flip"))
+        for precision in ("fp32", "tf32", "bf16"):
+            note(f"plain {precision}", plain_ms(clients, precision, union=False))
+        note("centralized bf16 compiled", plain_ms(clients, "bf16", union=True, compiled=True))
         ratios = {f"plain/stacked {p}": found[f"plain {p}"] / found[f"stacked {p}"] for p in ("fp32", "tf32", "bf16")}
         ratios["stacked bf16/centralized compiled"] = found["stacked bf16"] / found["centralized bf16 compiled"]
         results[clients] = {"ms": found, "ratio": ratios}
-        for name, value in {**found, **ratios}.items():
-            print(f"{clients:4} clients  {name:36} {value:9.3f}", flush=True)
+        print(json.dumps(ratios), flush=True)
     args.out.write_text(json.dumps({**describe_machine(torch.device("cuda")), "results": results}, indent=2) + "\n")
 
 

@@ -66,7 +66,7 @@ REFUSED = {
     "run --local-steps 1 --local-epochs 1": "local_steps=1 and local_epochs=1 exclude each other; give one",
     "run --clients 3 --clients-per-round 9": "clients_per_round=9 but only 3 clients train; give at most that many",
     "run --jobs 0": "--jobs 0 is out of range; give 1 or more",
-    "run --engine warp": "engine.name='warp' does not fit; give 'sequential'",
+    "run --engine warp": "engine.name='warp' does not fit; give '",
     "run --device tpu": "device 'tpu' is not known; give auto, cpu, cuda, cuda:1 or mps",
     "run --init /no/where": "'/no/where' does not exist; give a .safetensors file",
     "run --config /no/where.toml": "'/no/where.toml' does not exist; give a TOML file with fields of the config",
@@ -199,6 +199,9 @@ def test_methods_as_json() -> None:
     assert found["fedbn"]["policies"]["affine"] == "local"
     assert found["fixbn"]["policies"]["statistic"] == "shared -> frozen"
     assert found["fedprox"]["options"]["mu"] == 0.01
+    assert found["fedbn"]["local"] == ["affine", "statistic", "counter"]
+    assert found["standalone"]["bytes_percent"] == [0.0]
+    assert found["fedtan"]["exchanges"] == [58]
 
 
 def test_models_and_datasets_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +219,19 @@ def test_listings_for_people_name_everything() -> None:
     for verb in ("methods", "models", "datasets"):
         shown = fednorm(verb).out
         assert all(each["name"] in shown for each in fednorm(verb, "--json").json)
+
+
+def test_a_partition_can_be_looked_at_before_training(tmp_path: Path) -> None:
+    picture = tmp_path / "who.png"
+    deal = ("data", "partition", "fashion_mnist_small", "--partition", "shards", "--clients", "5", "--picture", picture)
+    entries = fednorm(*deal, "--json").json
+    assert [entry["size"] for entry in entries] == [2000] * 5
+    assert sorted(label for entry in entries for label in entry["classes"]) == list(range(10))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert fednorm(*deal).out.splitlines()[0].split()[:2] == ["client", "size"]
+    refused = fednorm("data", "partition", "fashion_mnist_small", "--partition", "domain")
+    assert refused.code == 2
+    assert refused.err.startswith("error: partition 'domain' needs a data set with domains")
 
 
 def test_inspect_knows_downsample_layers_by_their_type() -> None:

@@ -61,16 +61,6 @@ def exchanges(prepared: Prepared, optimizer: Optimizer | None = None) -> list[di
     return lines
 
 
-def policies_by_kind(method: Method) -> dict[str, str]:
-    """What a method does with each kind of state of a batch norm's model.
-
-    >>> from fednorm.registry import parse
-    >>> policies_by_kind(parse("fixbn"))["statistic"]
-    'shared -> frozen'
-    """
-    return {kind.value: in_time(phase.policy[kind] for phase in phases_of(method)) for kind in Kind}
-
-
 def phases_of(method: Method) -> tuple[Phase, ...]:
     """All phases of a method in the order of time."""
     return method.phases + method.finish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -11,39 +12,52 @@ from fednorm.cli.output import print_json, print_table
 
 
 def methods(json: Json = False) -> None:
-    """List the methods, with their papers, options and what they share."""
-    from fednorm.describe import policies_by_kind
-    from fednorm.registry import parse, registry
+    """List the methods: papers, what stays local, what clients must keep, bytes and exchanges."""
+    from fednorm.describe_method import describe
+    from fednorm.registry import registry
 
-    found = [
-        {
-            "name": info.name,
-            "paper": info.paper,
-            "summary": info.summary,
-            "needs": sorted(info.needs),
-            "options": dict(info.options),
-            "policies": policies_by_kind(parse(info.name)),
-            "reconstruction": info.reconstruction,
-        }
-        for info in registry().values()
-    ]
+    found = []
+    for info in registry().values():
+        facts = describe(info.name)
+        found.append(
+            {
+                "name": info.name,
+                "paper": info.paper,
+                "summary": info.summary,
+                "needs": facts["needs"],
+                "options": dict(info.options),
+                "policies": facts["policies"],
+                "local": facts["local"],
+                "bytes_percent": [round(stage["percent_up"], 2) for stage in facts["stages"]],
+                "exchanges": [stage["exchanges"] for stage in facts["stages"]],
+                "reconstruction": info.reconstruction,
+            }
+        )
     if json:
         print_json(found)
         return
     print_table(
-        ["method", "what it does", "options", "needs", "paper"],
+        ["method", "what it does", "stays local", "needs", "bytes", "exchanges", "paper"],
         [
             [
                 each["name"],
                 each["summary"],
-                ", ".join(f"{key}={value}" for key, value in each["options"].items()) or "-",
+                ", ".join(each["local"]) or "-",
                 ", ".join(each["needs"]).replace("_", " ") or "-",
+                _by_stage(f"{percent:.1f} %" for percent in each["bytes_percent"]),
+                _by_stage(str(count) for count in each["exchanges"]),
                 each["paper"] + (" (reconstruction)" if each["reconstruction"] else ""),
             ]
             for each in found
         ],
     )
-    print("\njoin them with +: fedprox(mu=0.01)+gn; `fednorm inspect small_resnet --method fixbn` shows what each does")
+    print("\nbytes: what a ResNet20 client sends in a round, of FedAvg's; stage by stage where a method has two")
+    print("options with `fednorm methods --json` or docs/methods.md; join methods with +: fedprox(mu=0.01)+gn")
+
+
+def _by_stage(texts: Iterable[str]) -> str:
+    """The values of a method's stages, once where all are alike."""
+    return " -> ".join(dict.fromkeys(texts))
 
 
 def models(json: Json = False) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fednorm.cli.flags import Json, Quiet
 from fednorm.cli.output import print_json, size_text
 from fednorm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fednorm.data.federation import Federation
 
 app = typer.Typer(help="Look at a data set, check it, fetch it.", no_args_is_help=False)
 
@@ -56,6 +59,56 @@ def fetch(name: Name, data_dir: DataDir = None, quiet: Quiet = False) -> None:
 
     for path in download(name, data_folder(name, data_dir), None if quiet else progress):
         print(path)
+
+
+@app.command()
+def partition(
+    name: Name,
+    how: Annotated[
+        str, typer.Option("--partition", metavar="HOW", help="such as iid or dir_client(alpha=0.1)")
+    ] = "shards",
+    clients: Annotated[int, typer.Option("--clients", metavar="N", help="number of clients")] = 5,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="seed of the deal")] = 0,
+    picture: Annotated[
+        str | None,
+        typer.Option("--picture", metavar="FILE.png", help="draw who holds how much of which class or domain"),
+    ] = None,
+    data_dir: DataDir = None,
+    json: Json = False,
+) -> None:
+    """Deal a set to clients and show who holds what, without training."""
+    from fednorm.config import DataConfig, RunConfig
+    from fednorm.data.summary import summary, table
+    from fednorm.errors import require
+    from fednorm.plan import build_federation
+
+    if picture:
+        require("matplotlib", "report", "drawing a picture")
+    data = DataConfig(name=name, dir=data_dir, partition=how, clients=clients)
+    federation = build_federation(RunConfig(data=data, seed=seed))
+    rows = [rows.numpy() for rows in federation.clients]
+    entries = summary(rows, federation.y.numpy(), federation.num_classes)
+    if picture:
+        _draw(name, data_dir, federation, picture)
+    if json:
+        print_json(entries)
+        return
+    print(table(entries))
+    if picture:
+        print(f"picture: {picture}")
+
+
+def _draw(name: str, data_dir: str | None, federation: Federation, path: str) -> None:
+    """By domain where the set has domains, else by class."""
+    from fednorm.data.load import load_dataset
+    from fednorm.data.picture import domain_counts, domain_picture, label_picture
+
+    image_set = load_dataset(name, data_dir)
+    if image_set.train_domain is None:
+        label_picture(federation, path)
+        return
+    counts = domain_counts(federation, image_set.train_domain.numpy(), len(image_set.domain_names))
+    domain_picture(counts, image_set.domain_names, federation, path)
 
 
 def _print_facts(facts: dict[str, Any], json: bool) -> None:

@@ -75,4 +75,5 @@ def _copy_into(kept: Tree, new: Tree) -> None:
         raise RuntimeError(f"the step makes new state: {', '.join(sorted(kept.keys() ^ new.keys()))}")
     pairs = [(kept[key], new[key]) for key in kept if kept[key].data_ptr() != new[key].data_ptr()]
     if pairs:
-        torch._foreach_copy_([old for old, _ in pairs], [fresh for _, fresh in pairs])
+        olds, news = zip(*pairs, strict=True)
+        torch._foreach_copy_(olds, news)  # pyright: ignore[reportPrivateImportUsage]

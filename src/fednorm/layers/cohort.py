@@ -1,7 +1,7 @@
 """One primitive for clients in lock-step, the mean over the cohort, and the BatchNorm of FedTAN built on it.
 
 Run all clients of a cohort under one `torch.vmap`: then the clients are the mapped axis, and a mean over it is all
-that FedTAN's 3 exchanges a layer compute (Wang, Shi, Chang 2023, arXiv 2301.06985).
+that FedTAN's 3 exchanges a layer compute (Wang, Shi, Chang 2023, arXiv 2301.02982).
 """
 
 from __future__ import annotations

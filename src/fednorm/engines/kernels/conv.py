@@ -5,6 +5,8 @@ networks. Here a program computes a tile of output pixels of one client as a mat
 Weights stay as the model keeps them (client, out, in, height, width) in float32 and are rounded on load.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
+# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
+# pyright: reportIndexIssue=false
 
 import torch
 import triton

@@ -4,6 +4,8 @@ Two launches forward and two backward: programs take the moments of a chunk of p
 chunks (Chan's rule, so that no large sums cancel) before it writes its tile.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
+# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
+# pyright: reportIndexIssue=false
 
 import torch
 import triton

@@ -4,9 +4,12 @@ Outside a mapping they are torch's own. Inside, on a GPU, the Triton kernels run
 torch's grouped convolution.
 """
 
+# The vmap rules name their arguments, where torch's base class has *args.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +70,7 @@ class _InputGrad(torch.autograd.Function):
     @staticmethod
     def forward(dy: Tensor, w: Tensor, size: Pair, stride: int, padding: Pair) -> Tensor:
         shape = (dy.shape[0], w.shape[1], *size)
-        return conv2d_input(shape, w.to(dy.dtype), dy, stride, padding)
+        return conv2d_input(shape, w.to(dy.dtype), dy, stride, cast(int, padding))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -86,7 +89,8 @@ class _InputGrad(torch.autograd.Function):
 
             return conv_input_grad(dy, w, size, stride, padding), 0
         shape = (dy.shape[1], clients * w.shape[2], *size)
-        dx = conv2d_input(shape, w.flatten(0, 1).to(dy.dtype), _merge_groups(dy), stride, padding, 1, clients)
+        wide = w.flatten(0, 1).to(dy.dtype)
+        dx = conv2d_input(shape, wide, _merge_groups(dy), stride, cast(int, padding), 1, clients)
         return _split_groups(dx, clients), 0
 
 
@@ -94,7 +98,7 @@ class _WeightGrad(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, dy: Tensor, kernel: Pair, stride: int, padding: Pair) -> Tensor:
         shape = (dy.shape[1], x.shape[1], *kernel)
-        return conv2d_weight(x, shape, dy, stride, padding).to(_master(x))
+        return conv2d_weight(x, shape, dy, stride, cast(int, padding)).to(_master(x))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -115,7 +119,7 @@ class _WeightGrad(torch.autograd.Function):
 
             return conv_weight_grad(x, dy, kernel, stride, padding), 0
         shape = (clients * dy.shape[2], x.shape[2], *kernel)
-        dw = conv2d_weight(_merge_groups(x), shape, _merge_groups(dy), stride, padding, 1, clients)
+        dw = conv2d_weight(_merge_groups(x), shape, _merge_groups(dy), stride, cast(int, padding), 1, clients)
         return dw.unflatten(0, (clients, -1)).to(_master(x)), 0
 
 

@@ -1,0 +1,150 @@
+"""Stack operators: over clients they equal torch's own layers, and the Triton kernels equal the reference."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+
+from fednorm.engines.kernels.ops import StackBatchNorm2d, StackConv2d, use_kernels
+from fednorm.layers.ws_conv import WSConv2d
+from fednorm.models import build
+from fednorm.state import entries
+
+CLIENTS = 3
+
+
+def gradients(
+    model: nn.Module, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """Gradients, losses and moved buffers of a stack of clients with different weights."""
+    draw = torch.Generator().manual_seed(0)
+
+    def stacked(value: Tensor) -> Tensor:
+        copies = value.detach().expand(CLIENTS, *value.shape).clone()
+        return (
+            copies + 0.1 * torch.randn(copies.shape, generator=draw).to(copies) if value.is_floating_point() else copies
+        )
+
+    params = {key: stacked(value) for key, value in model.named_parameters()}
+    rest = {key: stacked(value).abs() for key, value in model.named_buffers()}
+    x = torch.randn(CLIENTS, 4, 1, 12, 12, generator=draw, dtype=torch.float64).to(dtype)
+    y = torch.randint(0, 10, (CLIENTS, 4), generator=draw)
+
+    def loss(params: dict, rest: dict, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(functional_call(model, {**params, **rest}, (x,)), y)
+
+    grads, losses = torch.vmap(grad_and_value(loss))(params, rest, x, y)
+    return grads, losses, rest
+
+
+@pytest.mark.parametrize("name", ["small_resnet", "resnet20"])
+def test_a_stack_of_clients_has_the_gradients_of_torchs_own_layers(name: str) -> None:
+    model = build(name, in_channels=1, seed=0).double().train()
+    swapped = copy.deepcopy(model)
+    assert use_kernels(swapped) == sum(type(m) in (nn.Conv2d, nn.BatchNorm2d) for m in model.modules())
+    assert [entry.key for entry in entries(swapped)] == [entry.key for entry in entries(model)]
+    (grads, losses, rest), (expected, wanted, moved) = gradients(swapped), gradients(model)
+    assert torch.allclose(losses, wanted, atol=1e-12)
+    for key, value in expected.items():
+        assert torch.allclose(grads[key], value, atol=1e-10), key
+    for key, value in moved.items():
+        assert torch.allclose(rest[key], value, atol=1e-12), key
+
+
+def test_outside_a_mapping_the_layers_are_torchs() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=True), nn.BatchNorm2d(4)).double().train()
+    swapped = copy.deepcopy(plain)
+    use_kernels(swapped)
+    x = torch.randn(5, 3, 9, 9, dtype=torch.float64, requires_grad=True)
+    z = x.detach().clone().requires_grad_()
+    for model, given in ((plain, x), (swapped, z)):
+        model(given).square().sum().backward()
+    assert torch.allclose(x.grad, z.grad, atol=1e-10)
+    assert torch.allclose(plain[1].running_var, swapped[1].running_var, atol=1e-12)
+    assert torch.equal(plain[1].num_batches_tracked, swapped[1].num_batches_tracked)
+    assert torch.allclose(plain.eval()(x), swapped.eval()(x), atol=1e-12)
+
+
+def test_only_plain_layers_are_swapped() -> None:
+    special = [nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, dilation=2), nn.Conv2d(4, 4, 3, padding="same")]
+    model = nn.Sequential(*special, WSConv2d(4, 4, 3), nn.SyncBatchNorm(4))
+    assert use_kernels(model) == 0
+    assert not any(isinstance(module, StackConv2d | StackBatchNorm2d) for module in model.modules())
+
+
+def test_narrow_convolutions_hand_other_layers_their_own_type() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.Flatten())
+    model.append(nn.Linear(4 * 144, 10))
+    use_kernels(model, torch.bfloat16)
+    grads, losses, _ = gradients(model.train(), torch.float32)
+    assert losses.dtype == torch.float32
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
+    assert all(bool(grad.isfinite().all()) for grad in grads.values())
+
+
+INTERPRETED = """
+import torch
+from torch.nn import functional, grad
+from fednorm.engines.kernels import conv, norm
+
+torch.manual_seed(0)
+def close(left, right):
+    assert torch.allclose(left, right, rtol=1e-4, atol=1e-4), float((left - right).abs().max())
+SHAPES = [(3, 16, 1, 1, 3, 8), (16, 32, 2, 1, 3, 8), (70, 20, 1, 1, 3, 4), (16, 32, 2, 0, 1, 8)]
+for ins, outs, stride, padding, kernel, size in SHAPES:
+    x, w = torch.randn(2, 3, ins, size, size), torch.randn(2, outs, ins, kernel, kernel) * 0.1
+    y = torch.stack([functional.conv2d(a, b, None, stride, padding) for a, b in zip(x, w)])
+    dy = torch.randn_like(y)
+    pad = (padding, padding)
+    close(conv.conv_forward(x, w, stride, pad), y)
+    dx = torch.stack([grad.conv2d_input(a.shape, b, c, stride, padding) for a, b, c in zip(x, w, dy)])
+    close(conv.conv_input_grad(dy, w, (size, size), stride, pad), dx)
+    dw = torch.stack([grad.conv2d_weight(a, b.shape, c, stride, padding) for a, b, c in zip(x, w, dy)])
+    close(conv.conv_weight_grad(x, dy, (kernel, kernel), stride, pad), dw)
+x = (torch.randn(2, 20, 8, 8, 24) * 2 + 5).requires_grad_()
+gamma, beta = (torch.rand(2, 24) + 0.5).requires_grad_(), torch.randn(2, 24).requires_grad_()
+var, mean = torch.var_mean(x, (1, 2, 3), correction=0, keepdim=True)
+expected = (x - mean) * (var + 1e-5).rsqrt() * gamma[:, None, None, None] + beta[:, None, None, None]
+dy = torch.randn_like(expected)
+wanted = torch.autograd.grad(expected, (x, gamma, beta), dy)
+y, got_mean, got_var = norm.norm_forward(x.detach(), gamma.detach(), beta.detach(), 1e-5)
+close(y, expected.detach()), close(got_mean, mean.detach().flatten(1)), close(got_var, var.detach().flatten(1))
+for left, right in zip(norm.norm_backward(x.detach(), dy, got_mean, got_var, gamma.detach(), 1e-5), wanted):
+    close(left, right)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels_equal_the_reference_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_kernels_on_a_gpu_equal_the_reference() -> None:
+    model = build("small_resnet", in_channels=1, seed=0).cuda().train()
+    swapped = copy.deepcopy(model)
+    use_kernels(swapped)
+    torch.backends.cudnn.allow_tf32 = False
+    params = {key: value.detach().expand(CLIENTS, *value.shape).clone() for key, value in model.named_parameters()}
+    x, y = torch.randn(CLIENTS, 4, 1, 12, 12, device="cuda"), torch.randint(0, 10, (CLIENTS, 4), device="cuda")
+    found = []
+    for net in (model, swapped):
+        rest = {key: value.expand(CLIENTS, *value.shape).clone() for key, value in net.named_buffers()}
+
+        def loss(params: dict, rest: dict, x: Tensor, y: Tensor, net: nn.Module = net) -> Tensor:
+            return nn.functional.cross_entropy(functional_call(net, {**params, **rest}, (x,)), y)
+
+        found.append(torch.vmap(grad_and_value(loss))(params, rest, x, y)[0])
+    for key, value in found[0].items():
+        assert torch.allclose(found[1][key], value, rtol=1e-3, atol=1e-5), key
