@@ -69,6 +69,7 @@ def plan_for(arguments: argparse.Namespace) -> Plan:
             "clients_per_round": arguments.cohort,
             "train.local_steps": arguments.steps,
             "train.batch_size": 4,
+            "eval.every": 50,
             "engine.name": arguments.engine,
             "engine.device": "cpu",
         },
@@ -146,7 +147,8 @@ def measure(arguments: argparse.Namespace, **changes: Any) -> dict[str, Any]:
 
 
 HEADER = (
-    "population | cohort | rounds | width | s/round | sampling ms | RSS MiB | seen | state MiB | disk MiB | disk/state"
+    "population | cohort | rounds | width | s/round | median | sampling ms | RSS MiB |   seen | state MiB | disk MiB"
+    " | disk/state"
 )
 
 
@@ -158,6 +160,7 @@ def line(result: dict[str, Any]) -> str:
         f"{result['rounds']:>6}",
         f"{result['width']:>5}",
         f"{result['seconds_a_round']:>7.3f}",
+        f"{result['seconds_a_round_median']:>6.3f}",
         f"{1e3 * result['seconds_to_sample']:>11.3f}",
         f"{result['rss_bytes'] / mib:>7.0f}",
         f"{result['clients_seen']:>6}",
@@ -177,7 +180,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="local steps of batch 4")
     parser.add_argument("--width", type=int, default=64, help="channels of the BatchNorm; 64: 1 kB of state a client")
     parser.add_argument("--engine", default="stacked")
-    parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
+    parser.add_argument("--threads", type=int, default=1, help="tensors are tiny; 0: torch's choice")
     parser.add_argument("--one", action="store_true", help="play one run and print its measurements as JSON")
     parser.add_argument("--out", type=Path, default=RESULTS / "population.json")
     arguments = parser.parse_args()
@@ -190,7 +193,7 @@ def main() -> None:
     sizes = [size for size in (100, 1000, 10_000, 100_000, 1_000_000) if size <= arguments.population]
     growth = [measure(arguments, population=size, rounds=arguments.short) for size in sizes]
     # 0.3, 8 and 75 kB of state: a toy, a small CNN and a ResNet-18, in a file of their own each.
-    states = [measure(arguments, width=width, rounds=arguments.short) for width in (16, 512, 4800)]
+    states = [measure(arguments, width=width, rounds=5 * arguments.short) for width in (16, 512, 4800)]
     target = measure(arguments)
     result = {"benchmark": "population", **describe_machine(torch.device("cpu"))}
     result |= {"target": target, "by_population": growth, "by_state": states}

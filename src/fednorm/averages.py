@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,22 +21,25 @@ def averaged_local(plan: Plan, phase: Phase, store: Store) -> Tree:
     The sums are those of `pieces.merges`: float64, by ascending client id, whatever the number of clients.
     """
     schema = plan.schema(phase)
-    local = {key: schema[key][0] for key in keys_with(schema, Policy.LOCAL)}
-    local = {key: entry for key, entry in local.items() if entry.kind is not Kind.OPTIMIZER}
-    clients = store.holding(local) if local else []
+    local = [schema[key][0] for key in keys_with(schema, Policy.LOCAL)]
+    local = [entry for entry in local if entry.kind is not Kind.OPTIMIZER]
+    clients = store.holding(entry.key for entry in local) if local else []
     if not clients:
         return {}
-    share = 1 / len(clients)
-    totals: Tree = {}
+    counters = [entry for entry in local if entry.kind is Kind.COUNTER]
+    numbers = [entry for entry in local if entry.kind is not Kind.COUNTER]
+    mean = _Mean(len(clients))
+    most: Tree = {}
     for stack in store.stacks(clients):
-        for key, entry in local.items():
-            if entry.kind is Kind.COUNTER:
-                _raise_to(totals, key, stack[key])
-            else:
-                _add(totals, key, _wide(stack[key]), share)
+        mean.add([stack[entry.key] for entry in numbers])
+        for entry in counters:
+            top = stack[entry.key].amax(0)
+            # States read from the file are on the host, those of the last round may be on a device.
+            most[entry.key] = torch.maximum(most.get(entry.key, top).to(top.device), top)
+    found = {**most, **mean.of(numbers)}
     if plan.method.newcomer.variance == "pooled":
-        totals |= _pooled(_moments(local.values()), totals, store, clients)
-    return {key: totals[key].to(entry.dtype) for key, entry in local.items()}
+        found |= _pooled(_moments(numbers), found, store, clients)
+    return {entry.key: found[entry.key].to(entry.dtype) for entry in local}
 
 
 def _moments(local: Iterable[Entry]) -> list[tuple[Entry, Entry]]:
@@ -53,36 +56,50 @@ def _moments(local: Iterable[Entry]) -> list[tuple[Entry, Entry]]:
     ]
 
 
-def _pooled(moments: list[tuple[Entry, Entry]], means: Tree, store: Store, clients: list[int]) -> Tree:
+def _pooled(moments: list[tuple[Entry, Entry]], means: Tree, store: Store, clients: Sequence[int]) -> Tree:
     """Variances of the clients' mixture: the mean of var_k + (mu_k - mu)^2; a deviation is the root of that."""
-    share = 1 / len(clients)
-    totals: Tree = {}
+
+    def spread_of(stack: Tree, mean: Entry, spread: Entry) -> Tensor:
+        own = _wide(stack[spread.key])
+        inside = own.square() if spread.part == "running_std" else own
+        return inside + (_wide(stack[mean.key]) - means[mean.key].to(own.device)).square()
+
+    average = _Mean(len(clients))
     for stack in store.stacks(clients):
-        for mean, spread in moments:
-            own = _wide(stack[spread.key])
-            own = own.square() if spread.part == "running_std" else own
-            centre = means[mean.key]
-            _add(totals, spread.key, own + (_wide(stack[mean.key]) - centre.to(own.device)).square(), share)
-    for _, spread in moments:
-        if spread.part == "running_std":
-            totals[spread.key] = totals[spread.key].to(spread.dtype).sqrt()
-    return totals
+        average.add([spread_of(stack, mean, spread) for mean, spread in moments])
+    spreads = [spread for _, spread in moments]
+    found = average.of(spreads)
+    return {
+        spread.key: found[spread.key].to(spread.dtype).sqrt() if spread.part == "running_std" else found[spread.key]
+        for spread in spreads
+    }
+
+
+class _Mean:
+    """A float64 mean, folded one client at a time, so that it does not depend on how clients are stacked."""
+
+    def __init__(self, count: int) -> None:
+        self._share = 1 / count
+        self._total: Tensor | None = None
+
+    def add(self, stacks: Sequence[Tensor]) -> None:
+        """Add some clients' tensors, each stacked over them; joined first, since most are tiny."""
+        if not stacks:
+            return
+        rows = torch.cat([_wide(stack).flatten(1) if stack.dim() > 1 else _wide(stack)[:, None] for stack in stacks], 1)
+        for row in rows.unbind(0):
+            if self._total is None:
+                self._total = row * self._share
+            else:
+                self._total.add_(row.to(self._total.device), alpha=self._share)
+
+    def of(self, entries: Sequence[Entry]) -> Tree:
+        """The mean of each entry, in the order they were added."""
+        if self._total is None:
+            return {}
+        parts = self._total.split([torch.Size(entry.shape).numel() for entry in entries])
+        return {entry.key: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)}
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", torch.float64) if tensor.device.type == "mps" else tensor.to(torch.float64)
-
-
-def _add(totals: Tree, key: str, rows: Tensor, share: float) -> None:
-    """Add the rows of a stack one by one, so that the sum does not depend on how clients are stacked."""
-    for row in rows.unbind(0):
-        if key in totals:
-            # States read from the file are on the host, those of the last round may be on a device.
-            totals[key].add_(row.to(totals[key].device), alpha=share)
-        else:
-            totals[key] = row * share
-
-
-def _raise_to(totals: Tree, key: str, rows: Tensor) -> None:
-    most = rows.amax(0)
-    totals[key] = torch.maximum(totals[key], most.to(totals[key].device)) if key in totals else most

@@ -15,11 +15,11 @@ from fednorm.config import to_dict
 from fednorm.data.summary import summary
 from fednorm.describe import exchanges
 from fednorm.engines.base import Job, start_state
-from fednorm.engines.rounds import ENGINES
+from fednorm.engines.choose import close_engine, make_engine
 from fednorm.evaluate import score_rows
 from fednorm.plan import Plan
 
-TIMED_STEPS = 3
+TIMED_STEPS, TIMED_CLIENTS = 3, 10
 
 
 def preview(plan: Plan) -> dict[str, Any]:
@@ -56,18 +56,24 @@ def estimate(plan: Plan) -> dict[str, float]:
 
 
 def _seconds_of_step(plan: Plan) -> float:
-    engine = ENGINES[plan.config.engine.name](plan)
+    """Seconds of one step of one client, in the company of a few: an engine may train many at once."""
+    engine = make_engine(plan)[1]
     phase = plan.method.stages[0][0]
-    client = UNION if plan.method.data == "union" else plan.federation.training_clients[0]
+    everyone = (UNION,) if plan.method.data == "union" else plan.federation.training_clients
+    clients = everyone[: min(plan.cohort_size, TIMED_CLIENTS)]
+    start = start_state(plan, plan.schema(phase), plan.initial(), {})
 
     def train(num_steps: int) -> float:
-        job = Job(client, start_state(plan, plan.schema(phase), plan.initial(), {}), 0, num_steps)
+        jobs = [Job(client, dict(start), 0, num_steps) for client in clients]
         started = time.perf_counter()
-        list(engine.train(phase, 1, [job], False))
+        list(engine.train(phase, 1, jobs, False))
         return time.perf_counter() - started
 
-    train(1)  # the first step also pays for what torch sets up once
-    return train(TIMED_STEPS) / TIMED_STEPS
+    try:
+        train(1)  # the first step also pays for what torch sets up once
+        return train(TIMED_STEPS) / (TIMED_STEPS * len(clients))
+    finally:
+        close_engine(engine)
 
 
 def _seconds_of_example(plan: Plan) -> float:

@@ -52,7 +52,7 @@ def pack(steps: int, tree: Mapping[str, Tensor], layout: Layout) -> bytes:
     if not layout:
         return head
     device = tree[layout[0][0]].device
-    parts = [tree[key].detach().to(device).reshape(-1).view(torch.uint8) for key, _, _ in layout]
+    parts = [tree[key].detach().to(device).reshape(-1).contiguous().view(torch.uint8) for key, _, _ in layout]
     return head + torch.cat(parts).cpu().numpy().tobytes()
 
 
@@ -76,7 +76,7 @@ def unpack_stack(layout: Layout, records: Sequence[bytes]) -> Tree:
     data = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8).view(len(records), -1)
     _, *parts = data.split((_HEAD, *sizes), dim=1)
     return {
-        key: part.clone(memory_format=torch.contiguous_format).view(_DTYPES[dtype]).view(len(records), *shape)
+        key: part.reshape(-1).view(_DTYPES[dtype]).view(len(records), *shape)
         for (key, dtype, shape), part in zip(layout, parts, strict=True)
     }
 
@@ -99,14 +99,14 @@ def layout_from_text(text: str) -> Layout:
     return tuple((key, dtype, tuple(shape)) for key, dtype, shape in json.loads(text))
 
 
-def page_size(row: int, default: int = 4096, slack: float = 1.07) -> int:
+def page_size(row: int, default: int = 4096, slack: float = 1.05) -> int:
     """The page size of an SQLite file whose rows have so many bytes: the first that wastes little, or the least.
 
     A page that holds one row and most of a second costs nearly twice the data. What a row takes follows from the file
     format: rows up to a page lie side by side, of longer ones all but a first part is in pages of its own.
 
     >>> [page_size(row) for row in (300, 1100, 3000, 8240, 75000)]
-    [4096, 1024, 2048, 4096, 4096]
+    [16384, 1024, 2048, 2048, 4096]
     """
     sizes = sorted((2**power for power in range(10, 17)), key=lambda size: abs(size - default))
     costs = {size: _bytes_in_file(row, size) / row for size in sizes}

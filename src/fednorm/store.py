@@ -171,7 +171,9 @@ class Store:
             for client, number, digest, record in rows:
                 _check(record, digest, _client_place(client, number))
                 if number not in self._layouts:
-                    raise CheckpointError(f"{self._name} has no layout {number}, which client {client} names")
+                    raise CheckpointError(
+                        f"{self._name} has no layout {number}, which client {client} names; start the run anew"
+                    )
                 yield client, (self._layouts[number], record)
 
     def _cache(self, client: int, state: ClientState) -> None:

@@ -127,7 +127,16 @@ def pack(plan: Plan) -> Parcel:
         "default_dtype": torch.get_default_dtype(),
     }
     packed = _pack(parts, "the model" if _refused(prepared) else "the plan")
-    return Parcel(packed, data.x.share_memory_(), data.y.share_memory_(), tuple(phases))
+    return Parcel(packed, shared(data.x), shared(data.y), tuple(phases))
+
+
+def shared(tensor: Tensor) -> Tensor:
+    """The tensor, its memory now shared with processes it is passed to."""
+    try:
+        return tensor.share_memory_()
+    except RuntimeError as error:  # containers often have little of it
+        size = f"{tensor.nbytes / 1e6:.0f} MB"
+        raise CannotSend(f"{size} do not fit into the system's shared memory ({_first_line(error)})") from error
 
 
 def _refused(value: Any) -> bool:

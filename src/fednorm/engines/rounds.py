@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -193,7 +192,7 @@ class Run:
             "config": to_dict(self.plan.config),
             "engine": self.engine_name,
             "switch": self.switch_memory,
-            "reports": [asdict(report) for report in self.reports],
+            "reports": [vars(report) for report in self.reports],
             "finished": self.finished,
         }
         trees: dict[str, Tree] = {"model": self.server, "memory": self.merge_memory}

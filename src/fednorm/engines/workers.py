@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fednorm.engines.base import Job, Outcome
-from fednorm.engines.parcel import CannotSend, Parcel, pack, slot_bytes, slot_views, survives, unpack
+from fednorm.engines.parcel import CannotSend, Parcel, pack, shared, slot_bytes, slot_views, survives, unpack
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.errors import ConfigError, FednormError
 from fednorm.method import Phase
@@ -108,14 +108,14 @@ class Crew:
     def __init__(self, plan: Plan, count: int) -> None:
         self.plan = plan
         parcel = pack(plan)
-        size = max(slot_bytes(plan.schema(plan.phases[place])) for place in parcel.phases)
-        self._sent = frozenset(parcel.phases)
+        self._schemas = {place: plan.schema(plan.phases[place]) for place in parcel.phases}
         self._workers: list[Worker] = []
+        size = max(map(slot_bytes, self._schemas.values()))
         # Runs when the crew is closed, is no longer used or the program ends, and before multiprocessing waits.
         self._end = util.Finalize(self, _end_all, args=(self._workers,), exitpriority=10)
         try:
             for _ in range(count):
-                self._workers.append(_start(parcel, torch.zeros(size, dtype=torch.uint8).share_memory_()))
+                self._workers.append(_start(parcel, shared(torch.zeros(size, dtype=torch.uint8))))
             for worker in self._workers:
                 self._receive(worker, "while it started")
         except BaseException:
@@ -128,7 +128,7 @@ class Crew:
 
     def place(self, phase: Phase) -> int | None:
         """Where a phase stands in the plan; None if the processes do not have it."""
-        places = (place for place, each in enumerate(self.plan.phases) if each is phase and place in self._sent)
+        places = (place for place, each in enumerate(self.plan.phases) if each is phase and place in self._schemas)
         return next(places, None)
 
     def close(self) -> None:
@@ -170,10 +170,9 @@ class Crew:
     def _collect(self, worker: Worker, place: int, told: tuple[Report, dict[str, float]]) -> Outcome:
         report, seen = told
         views = self._slot(worker, place)
-        schema = self.plan.schema(self.plan.phases[place])
 
         def copies(policy: Policy) -> Tree:
-            return {key: views[key].clone() for key in keys_with(schema, policy)}
+            return {key: views[key].clone() for key in keys_with(self._schemas[place], policy)}
 
         worker.client = None
         update = Update(report, shared=copies(Policy.SHARED), reported=copies(Policy.REPORTED))
@@ -181,7 +180,7 @@ class Crew:
 
     def _slot(self, worker: Worker, place: int) -> Tree:
         if place not in worker.views:
-            worker.views[place] = slot_views(worker.slot, self.plan.schema(self.plan.phases[place]))
+            worker.views[place] = slot_views(worker.slot, self._schemas[place])
         return worker.views[place]
 
 

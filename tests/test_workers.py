@@ -1,0 +1,289 @@
+"""The workers engine against the reference, to the bit; what happens when a worker fails; nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+from fednorm.config import EngineConfig
+from fednorm.engines import choose
+from fednorm.engines.base import Job, start_state
+from fednorm.engines.parcel import pack, unpack
+from fednorm.engines.rounds import Run
+from fednorm.engines.sequential import SequentialEngine
+from fednorm.engines.workers import WorkersEngine
+from fednorm.errors import ConfigError, DivergedError, FednormError
+from fednorm.method import Method, Phase, Rule
+from fednorm.plan import Plan
+from fednorm.registry import registry
+from fednorm.run import run
+from fednorm.state import Tree
+from fednorm.store import Store
+
+EQUAL = tiny.federation((8, 8, 8, 8))
+"""Lock-step methods need equal batches."""
+
+
+def jobs(made: Plan, phase: Phase, steps: int = 2) -> list[Job]:
+    schema, server = made.schema(phase), made.initial()
+    clients = made.federation.training_clients
+    return [Job(client, start_state(made, schema, server, {}), 0, steps) for client in clients]
+
+
+@pytest.mark.parametrize("method", registry())
+def test_a_plan_survives_the_way_to_another_process(method: str) -> None:
+    """Phases that cannot go are trained at home; all that go train to the same bits there."""
+    made = tiny.plan(method, data=EQUAL)
+    parcel = pack(made)
+    there, phases = unpack(parcel)
+    assert len(phases) == len(parcel.phases) >= 1
+    for place, phase in phases.items():
+        own = made.phases[place]
+        if own.lockstep or made.method.data == "union":
+            continue
+        mine = list(SequentialEngine(made).train(own, 1, jobs(made, own), False))
+        theirs = list(SequentialEngine(there).train(phase, 1, jobs(made, own), False))
+        for left, right in zip(mine, theirs, strict=True):
+            assert left.update.report == right.update.report
+            for one, other in ((left.update.shared, right.update.shared), (left.kept, right.kept)):
+                assert one.keys() == other.keys()
+                assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("fedbn", {"clients_per_round": 3, "eval__probes": ("grad-norm", "drift")}),
+        ("fixbn+local-momentum", {"train__local_steps": None, "train__local_epochs": 2}),
+        ("fedtan", {"data": EQUAL}),
+    ],
+)
+def test_workers_equal_the_sequential_engine_to_the_bit(method: str, changes: dict[str, Any]) -> None:
+    given = {"data": tiny.federation((7, 14, 9, 3)), **changes}
+    both = [tiny.play(tiny.plan(method, engine__name=name, **given)) for name in ("sequential", "workers")]
+    assert tiny.fingerprint(both[0]) == tiny.fingerprint(both[1])
+    assert multiprocessing.active_children() == []
+
+
+def test_float32_convolutions_are_equal_too() -> None:
+    both = [tiny.play(tiny.plan(engine__name=name, train__dtype="float32")) for name in ("sequential", "workers")]
+    assert tiny.fingerprint(both[0]) == tiny.fingerprint(both[1])
+
+
+def test_a_resumed_run_equals_one_in_a_go_and_keeps_its_engine(tmp_path: Path) -> None:
+    whole = tiny.play(tiny.plan("fedbn", engine__name="sequential"))
+    plan = tiny.plan("fedbn", engine__name="workers")
+    store = Store(tmp_path / "state")
+    tiny.play(plan, store, rounds=2)
+    gc.collect()  # the generator of rounds that was left is closed, and with it the workers
+    assert multiprocessing.active_children() == []
+    again = Run(plan, store)
+    assert (again.engine_name, again.round) == ("workers", 2)
+    list(again.rounds())
+    assert tiny.fingerprint(again)["server"] == tiny.fingerprint(whole)["server"]
+    store.close()
+
+
+def broken(grads: Tree, params: Tree, numbers: object, facts: object) -> Tree:
+    """A gradient transform of a user that fails, in a process of its own too."""
+    raise DivergedError("the gradient of this user is broken")
+
+
+def peculiar(grads: Tree, params: Tree, numbers: object, facts: object) -> Tree:
+    raise Peculiar(1, 2)
+
+
+class Peculiar(Exception):
+    """An error that cannot be rebuilt from its arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def with_grads(transform: object) -> Method:
+    return Method(name="own", stages=((Phase(rule=Rule(grads=(transform,))),),))  # type: ignore[arg-type]
+
+
+def test_an_error_in_a_worker_is_the_same_error_here() -> None:
+    with pytest.raises(DivergedError) as caught:
+        tiny.play(tiny.plan(with_grads(broken), engine__name="workers"))
+    assert str(caught.value) == "the gradient of this user is broken"
+    assert "in a worker process, with client" in caught.value.__notes__[0]
+    assert multiprocessing.active_children() == []
+
+
+def test_an_error_that_cannot_travel_arrives_as_text() -> None:
+    with pytest.raises(FednormError, match=r"^client \d: Peculiar: 1 and 2$"):
+        tiny.play(tiny.plan(with_grads(peculiar), engine__name="workers", engine__workers=1))
+
+
+def test_a_killed_worker_is_noticed_and_replaced() -> None:
+    made = tiny.plan(engine__name="workers", engine__workers=1)
+    phase = made.method.stages[0][0]
+    engine = WorkersEngine(made)
+    outcomes = engine.train(phase, 1, jobs(made, phase), False)
+    next(outcomes)
+    assert engine._crew is not None
+    os.kill(engine._crew.pids[0], signal.SIGKILL)
+    text = r"^a worker process was ended by SIGKILL (in|before) round 1,? (with )?client \d; if memory is short, "
+    with pytest.raises(FednormError, match=text):
+        list(outcomes)
+    assert multiprocessing.active_children() == []
+    reference = {o.update.client: o.update for o in SequentialEngine(made).train(phase, 1, jobs(made, phase), False)}
+    for outcome in engine.train(phase, 1, jobs(made, phase), False):
+        shared = reference[outcome.update.client].shared
+        assert all(torch.equal(value, shared[key]) for key, value in outcome.update.shared.items())
+    del engine, outcomes
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+SCRIPT = """
+import os, sys, torch
+import fednorm
+
+torch.set_num_threads(1)
+x, y = torch.randn(8, 3), torch.tensor([0, 1] * 4)
+print("once", flush=True)
+
+class Net(torch.nn.Sequential):
+    pass
+
+def net():
+    layers = (torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    return (Net if "own" in sys.argv else torch.nn.Sequential)(*layers)
+
+def tell(plan, row):
+    if "die" in sys.argv:
+        pids = [child.pid for child in __import__("multiprocessing").active_children()]
+        print(*pids, flush=True)
+        os.kill(os.getpid(), 9)
+
+result = fednorm.run(model=net(), clients=[(x, y)] * 2, test=(x, y), rounds=2, local_steps=1, engine="workers",
+                     device="cpu", on_round=tell)
+print("done")
+"""
+
+
+def play_script(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_a_plain_script_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
+    done = play_script(tmp_path)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["once", "done"], "")
+
+
+def test_what_lives_in_the_script_alone_is_trained_at_home(tmp_path: Path) -> None:
+    done = play_script(tmp_path, "own")
+    assert done.stdout.split() == ["once", "done"]
+    assert done.stderr.startswith("workers engine: the plan cannot be rebuilt in another process (Can't get attribute")
+    assert done.stderr.endswith("; using sequential\n")
+
+
+def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    done = play_script(tmp_path, "die")
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(word) for word in done.stdout.split()[1:]]
+    assert len(pids) == min(2, len(os.sched_getaffinity(0)))
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_model_that_cannot_be_sent_is_trained_at_home(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.conv_net()
+    model.note = lambda: None  # type: ignore[assignment]
+    both = [tiny.play(tiny.plan(model=model, engine__name=name, rounds=1)) for name in ("sequential", "workers")]
+    assert tiny.fingerprint(both[0]) == tiny.fingerprint(both[1])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("workers engine: the model cannot be sent to another process (Can't ")
+    assert lines[0].endswith("; using sequential")
+
+
+class Viewing(nn.Module):
+    """A network that depends on the layout of its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(144, tiny.NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).view(len(x), -1))
+
+
+def test_a_model_that_needs_channels_first_gets_them() -> None:
+    torch.manual_seed(0)
+    run = tiny.play(tiny.plan(model=Viewing(), train__dtype="float32", engine__name="sequential"))
+    assert run.finished
+
+
+# -- auto --
+
+
+def test_auto_plays_short_runs_sequentially_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    for rounds in (4, 60):  # without and with a step to look
+        name, engine = choose.make_engine(tiny.plan(rounds=rounds))
+        assert name == "sequential"
+        assert isinstance(engine, SequentialEngine)
+    assert EngineConfig().name == "auto"
+    assert capsys.readouterr().err == ""
+
+
+def test_auto_measures_a_long_run_and_says_what_it_chose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr("fednorm.engines.workers.usable_cores", lambda: 2)
+    reference = tiny.fingerprint(tiny.play(tiny.plan(rounds=20, engine__name="sequential")))
+    course = Run(tiny.plan(rounds=20), Store())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"engine: {course.engine_name}")
+    assert all(name in line for name in ("sequential", "stacked", "workers"))
+    assert course.store.facts()["engine"] == course.engine_name
+    if course.engine_name != "stacked":  # which agrees up to rounding
+        list(course.rounds())
+        assert tiny.fingerprint(course)["server"] == reference["server"]
+
+
+@pytest.mark.parametrize("changes", [{"engine__threads": 1}, {"engine__workers": 1}, {"clients_per_round": 1}])
+def test_auto_takes_no_cores_it_was_not_given(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
+    assert choose.make_engine(tiny.plan(rounds=60, **changes))[0] == "sequential"
+
+
+def test_a_run_that_goes_on_keeps_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
+    name, engine = choose.make_engine(tiny.plan(rounds=60), "workers")
+    assert (name, type(engine)) == ("workers", WorkersEngine)
+
+
+def test_the_library_starts_no_process_for_a_small_run() -> None:
+    x, y = tiny.examples(8, 0.0, 1)
+    run(model=tiny.conv_net(), clients=[(x, y), (x, y)], test=(x, y), rounds=2, local_steps=1, dtype="float64")
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_are_for_the_cpu() -> None:
+    made = tiny.plan()
+    object.__setattr__(made, "device", torch.device("meta"))
+    with pytest.raises(
+        ConfigError, match=r"^engine 'workers' trains on the CPU, but the device is meta; give --device"
+    ):
+        WorkersEngine(made)
