@@ -266,10 +266,20 @@ def table(result: dict[str, Any]) -> str:
     lines.append(["---"] * len(lines[0]))
     for name in columns[0]["variants"]:
         cells = [column["variants"][name] for column in columns]
-        lines.append([name, *(f"{c['best']:.4f} / {c['median']:.4f} ({c['ratio']:.2f})" for c in cells)])
+        lines.append(
+            [
+                name,
+                *(
+                    f"{c['best']:.4f} / {c['median']:.4f} ({c['ratio']:.2f}){'' if c['quiet'] >= 3 else '*'}"
+                    for c in cells
+                ),
+            ]
+        )
     costs = [f"{column['overhead_ms']['best']} / {column['overhead_ms']['median']} ms" for column in columns]
     lines.append(["sequential less bare", *costs])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    note = "\n* fewer than three quiet timings: other programs slowed this down"
+    busy = any(cell["quiet"] < 3 for column in columns for cell in column["variants"].values())
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + (note if busy else "")
 
 
 def main() -> None:

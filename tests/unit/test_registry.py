@@ -77,7 +77,7 @@ def test_the_order_of_parts_that_do_not_meet_does_not_matter() -> None:
             "fedprox+fedprox(mu=0.1)",
             "'fedprox' and 'fedprox(mu=0.1)' cannot be combined: both decide the loss of the proximal term; keep one",
         ),
-        ("fedbn(at=1)", "'fedbn' takes no options but was given 'at'; write just 'fedbn'"),
+        ("fedavg(at=1)", "'fedavg' takes no options but was given 'at'; write just 'fedavg'"),
         ("fedprox(nu=1)", "option of 'fedprox' 'nu' is not known; did you mean 'mu'?"),
         ("fedprox(mu=word)", "'fedprox(mu=word)': 'word' does not fit; mu takes float"),
         ("gn(groups=2.5)", "'gn(groups=2.5)': 2.5 does not fit; groups takes int"),
