@@ -151,7 +151,7 @@ def test_a_killed_worker_is_noticed_and_replaced() -> None:
 
 
 SCRIPT = """
-import os, sys, torch
+import multiprocessing, os, signal, sys, torch
 import fednorm
 
 torch.set_num_threads(1)
@@ -166,8 +166,12 @@ def net():
     return (Net if "own" in sys.argv else torch.nn.Sequential)(*layers)
 
 def tell(plan, row):
+    pids = [child.pid for child in multiprocessing.active_children()]
+    if "signals" in sys.argv:
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
     if "die" in sys.argv:
-        pids = [child.pid for child in __import__("multiprocessing").active_children()]
         print(*pids, flush=True)
         os.kill(os.getpid(), 9)
 
@@ -185,6 +189,11 @@ def play_script(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 def test_a_plain_script_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
     done = play_script(tmp_path)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["once", "done"], "")
+
+
+def test_signals_to_the_whole_group_are_left_to_the_parent(tmp_path: Path) -> None:
+    done = play_script(tmp_path, "signals")
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["once", "done"], "")
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import connection, util
+from multiprocessing import connection, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -198,6 +198,7 @@ def _start(parcel: Parcel, slot: Tensor) -> Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, parcel, slot), name="fednorm worker", daemon=True)
+    resource_tracker.ensure_running()  # which would undo the block below if the first process started it
     # The block is inherited: signals to a terminal's whole group are for the parent, which ends its workers itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
