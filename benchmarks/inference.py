@@ -29,7 +29,7 @@ from fednorm import models
 from fednorm.errors import ConfigError
 from fednorm.pieces.fold import fold
 from fednorm.plan import find_device
-from fednorm.prepare import prepare
+from fednorm.prepared import prepare
 from fednorm.registry import parse
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,7 +15,7 @@ from fednorm.engines.base import Engine, Job, Outcome
 from fednorm.engines.rounds import Run
 from fednorm.method import Phase
 from fednorm.plan import Plan
-from fednorm.prepare import lr_factors
+from fednorm.prepared import lr_factors
 from fednorm.schedule import lr_factor
 from fednorm.state import Entry, Kind, Tree, entries
 from fednorm.store import Store

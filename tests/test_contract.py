@@ -16,12 +16,12 @@ from fednorm.engines.rounds import Run
 from fednorm.errors import ConfigError
 from fednorm.method import Method, Phase
 from fednorm.plan import Plan
-from fednorm.registry import parse, registry
+from fednorm.registry import known_methods, parse
 from fednorm.server import keys_with
 from fednorm.state import Kind, Policy, digest, tree_bytes
 from fednorm.store import Store
 
-METHODS = tuple(registry())
+METHODS = tuple(known_methods())
 VARIANTS = ("fixbn(at=window,window=2,tau=100.0)", "fixbn(at=1,affine=true)", "fedprox+silobn", "fixbn+local-momentum")
 PAIRED_WITH = ("fedbn", "fixbn", "gn")
 ROUNDS = 4
@@ -244,7 +244,7 @@ def test_probes_change_nothing(expression: str) -> None:
 
 @every_method
 def test_the_registry_says_what_a_method_is(expression: str) -> None:
-    info = registry()[expression]
+    info = known_methods()[expression]
     assert info.paper
     assert info.summary
     assert not info.summary.endswith(".")

@@ -18,7 +18,7 @@ from fednorm.config import RunConfig, all_fields, updated
 from fednorm.data.partition import find_partition
 from fednorm.errors import ConfigError
 from fednorm.expression import parse_term
-from fednorm.registry import parse, registry
+from fednorm.registry import known_methods, parse
 from fednorm.state import Kind
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def load_file(path: Path) -> ModuleType:
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten afterwards."""
-    registry()
+    known_methods()
     home = sys.modules["fednorm.registry"]  # the package's own attribute of this name is the function
     monkeypatch.setattr(home, "_REGISTRY", dict(vars(home)["_REGISTRY"]))
 
@@ -110,7 +110,7 @@ def exists(code: str) -> bool:
     if field in all_fields():
         return bool(updated(RunConfig(), {field: json.loads(value) if value[0].isdigit() else value}))
     term = parse_term(code.partition("+")[0], "expression", "")
-    if term.name in registry():
+    if term.name in known_methods():
         return bool(parse(code))
     if term.name in models.MODELS:
         return bool(models.build(term.name, **term.options).state_dict())

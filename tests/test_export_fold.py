@@ -19,9 +19,9 @@ from fednorm.errors import ConfigError
 from fednorm.export import export
 from fednorm.layers.ws_conv import WSConv2d
 from fednorm.pieces.fold import fold
-from fednorm.prepare import prepare
+from fednorm.prepared import prepare
 from fednorm.registry import parse
-from fednorm.run import Given
+from fednorm.runs import Given
 from fednorm.state import is_norm
 
 

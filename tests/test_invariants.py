@@ -16,7 +16,7 @@ from fednorm.engines.base import Job, Outcome
 from fednorm.engines.rounds import Run
 from fednorm.method import Phase
 from fednorm.plan import Plan
-from fednorm.prepare import prepare
+from fednorm.prepared import prepare
 from fednorm.registry import parse
 from fednorm.state import Kind, Tree, digest, entries, tree_bytes
 from fednorm.store import Store

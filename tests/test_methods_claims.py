@@ -14,7 +14,7 @@ from fednorm.data.federation import Federation, from_clients
 from fednorm.engines.rounds import Run
 from fednorm.errors import ConfigError
 from fednorm.plan import Plan
-from fednorm.prepare import prepare
+from fednorm.prepared import prepare
 from fednorm.registry import parse
 from fednorm.state import Kind, digest
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import tiny
 from fednorm.engines.rounds import Run
 from fednorm.engines.stacked import StackedEngine
-from fednorm.registry import registry
+from fednorm.registry import known_methods
 from fednorm.store import Store
 
 PAIRS = ("fixbn+global-momentum", "fedwon+fedprox", "fedbn+fedadam", "fedbs+gn", "gn+ws", "fixbn(at=window,window=2)")
@@ -29,7 +29,7 @@ def both(method: str, **changes: object) -> tuple[Run, Run]:
     return runs[0], runs[1]
 
 
-@pytest.mark.parametrize("method", [*registry(), *PAIRS])
+@pytest.mark.parametrize("method", [*known_methods(), *PAIRS])
 def test_stacked_equals_sequential_after_fifty_steps(method: str) -> None:
     equal = tiny.federation((8, 8, 8))  # lock-step methods need equal batches
     reference, stacked = both(method, data=equal, rounds=10, train__local_steps=5, train__lr=0.02, eval__every=10)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fednorm.describe_method import ABSENT, REFERENCE, describe
-from fednorm.registry import parse, registry
+from fednorm.registry import known_methods, parse
 from fednorm.state import Kind
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -165,7 +165,7 @@ def shown(default: Any) -> str:
 def claims_table() -> str:
     """Which methods decide the same thing, so that at most one of them fits into an expression."""
     holders: dict[str, list[str]] = {}
-    for name in registry():
+    for name in known_methods():
         for claim in sorted(parse(name).parts[0].claims):
             holders.setdefault(claim, []).append(f"`{name}`")
     rows = [
@@ -176,7 +176,7 @@ def claims_table() -> str:
 
 def page() -> str:
     """The whole page."""
-    methods = [describe(name) for name in registry()]
+    methods = [describe(name) for name in known_methods()]
     fedavg = next(facts for facts in methods if facts["name"] == "fedavg")["stages"][0]["bytes_up"]
     choices = [[situation, f"`{parse(expression).name}`", why] for situation, expression, why in CHOICES]
     readings = READINGS.read_text(encoding="utf-8").replace("\n## ", "\n### ").replace("# ", "## ", 1)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fednorm.compare import compare as compare
+    from fednorm.comparison import compare as compare
     from fednorm.config import RunConfig as RunConfig
     from fednorm.data.federation import Federation as Federation
     from fednorm.data.federation import from_clients as from_clients
@@ -20,11 +18,11 @@ if TYPE_CHECKING:
     from fednorm.loop import split as split
     from fednorm.method import Method as Method
     from fednorm.method import Part as Part
-    from fednorm.prepare import prepare as prepare
+    from fednorm.prepared import prepare as prepare
+    from fednorm.registry import known_methods as known_methods
     from fednorm.registry import parse as parse
     from fednorm.registry import register as register
-    from fednorm.registry import registry as registry
-    from fednorm.run import run as run
+    from fednorm.runs import run as run
     from fednorm.server import Update as Update
     from fednorm.state import Kind as Kind
     from fednorm.state import Policy as Policy
@@ -45,33 +43,22 @@ _HOME = {
     "Policy": "state",
     "RunConfig": "config",
     "Update": "server",
-    "compare": "compare",
+    "compare": "comparison",
     "entries": "state",
     "from_clients": "data.federation",
     "kinds": "state",
+    "known_methods": "registry",
     "load": "loop",
     "local_rules": "loop",
     "merge": "loop",
     "parse": "registry",
-    "prepare": "prepare",
+    "prepare": "prepared",
     "register": "registry",
     "register_norm": "state",
-    "registry": "registry",
-    "run": "run",
+    "run": "runs",
     "split": "loop",
 }
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-class _Package(ModuleType):
-    """`run`, `compare`, `prepare` and `registry` live in modules of the same name, which must not hide them."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

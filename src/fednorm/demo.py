@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fednorm.compare import OnEvent, compare
+from fednorm.comparison import OnEvent, compare
 from fednorm.config import RunConfig, updated
 from fednorm.results import Result, cell_text
 

@@ -8,7 +8,7 @@ from typing import Any
 from fednorm.engines.rounds import lockstep_cost
 from fednorm.method import Method, Phase
 from fednorm.optim import Optimizer
-from fednorm.prepare import Prepared
+from fednorm.prepared import Prepared
 from fednorm.state import Entry, Kind, Policy
 
 

@@ -14,8 +14,8 @@ from fednorm.engines.rounds import lockstep_cost
 from fednorm.expression import parse_term
 from fednorm.method import Method, Phase
 from fednorm.optim import MOMENTUM_SGD
-from fednorm.prepare import Prepared, prepare
-from fednorm.registry import parse, registry
+from fednorm.prepared import Prepared, prepare
+from fednorm.registry import known_methods, parse
 from fednorm.server import Schema
 from fednorm.state import Kind, Policy
 
@@ -76,7 +76,7 @@ def _fedavg_bytes(model: str) -> int:
 
 
 def _part(label: str) -> dict[str, Any]:
-    info = registry()[parse_term(label, "method", "fixbn(at=0.5)").name]
+    info = known_methods()[parse_term(label, "method", "fixbn(at=0.5)").name]
     takes = {name: _in_words(hint) for name, hint in get_type_hints(info.make).items()}
     return {
         "name": info.name,

@@ -14,7 +14,7 @@ from fednorm.evaluate import averaged_local, client_model
 from fednorm.folder import RunFolder, disk_errors
 from fednorm.pieces.fold import fold_with_report
 from fednorm.plan import Plan, make_plan
-from fednorm.run import Given, read_config
+from fednorm.runs import Given, read_config
 from fednorm.state import Tree, is_norm, model_state
 from fednorm.store import Store
 

@@ -20,7 +20,7 @@ from fednorm.errors import ConfigError
 from fednorm.layers.keyed import key_names
 from fednorm.method import Facts, Method, Phase, Progress, Rule
 from fednorm.pieces.weights import Report, loss_summary
-from fednorm.prepare import Prepared, facts_of, lr_factors, refuse_noop, surgery_done
+from fednorm.prepared import Prepared, facts_of, lr_factors, refuse_noop, surgery_done
 from fednorm.registry import parse
 from fednorm.server import Update, flaw, keys_with, merge_updates
 from fednorm.state import Entry, Kind, Policy, Tree, is_batch_norm, model_state

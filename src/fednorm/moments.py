@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,24 +48,24 @@ def moments_step(mode: Mode) -> StepMaker:
 
     Layers below use the statistics of the batch, so those of deeper layers depend on how batches are composed.
     """
+    return partial(_moments_step, mode)
 
-    def make(spec: StepSpec) -> Step:
-        def step(
-            params: Tree, rest: Tree, buffers: Tree, anchor: Tree, x: Tensor, y: Tensor, key: Tensor, numbers: Numbers
-        ) -> StepOut:
-            before = buffers.get(_COUNT, torch.zeros((), dtype=torch.float64, device=x.device))
-            # The layers move their own running statistics in place; here that must not happen to ours.
-            scratch = {name: value.clone() for name, value in rest.items()}
-            with torch.no_grad(), inputs_of_norms(spec.model) as seen:
-                loss = spec.task.loss(forward(spec, params | scratch, x, key), y)
-            new = dict(rest)
-            for layer, inputs in seen.items():
-                _take(new, layer, inputs, spec.model.get_submodule(layer), before, len(x), mode)
-            return StepOut(params, new, {**buffers, _COUNT: before + len(x)}, loss, {})
 
-        return step
+def _moments_step(mode: Mode, spec: StepSpec) -> Step:
+    def step(
+        params: Tree, rest: Tree, buffers: Tree, anchor: Tree, x: Tensor, y: Tensor, key: Tensor, numbers: Numbers
+    ) -> StepOut:
+        before = buffers.get(_COUNT, torch.zeros((), dtype=torch.float64, device=x.device))
+        # The layers move their own running statistics in place; here that must not happen to ours.
+        scratch = {name: value.clone() for name, value in rest.items()}
+        with torch.no_grad(), inputs_of_norms(spec.model) as seen:
+            loss = spec.task.loss(forward(spec, params | scratch, x, key), y)
+        new = dict(rest)
+        for layer, inputs in seen.items():
+            _take(new, layer, inputs, spec.model.get_submodule(layer), before, len(x), mode)
+        return StepOut(params, new, {**buffers, _COUNT: before + len(x)}, loss, {})
 
-    return make
+    return step
 
 
 def std_eps(module: nn.Module) -> float:

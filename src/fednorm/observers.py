@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fednorm.engines.rounds import Row
-from fednorm.run import Interrupted
+from fednorm.runs import Interrupted
 
 OnEvent = Callable[[str, int, Row], None]
 """(method, seed, row) after every round."""

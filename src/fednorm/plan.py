@@ -22,7 +22,7 @@ from fednorm.layers.scheduled import set_total_steps
 from fednorm.method import Method, Phase
 from fednorm.optim import Optimizer, optimizer
 from fednorm.pieces.weights import by_size, uniform
-from fednorm.prepare import Prepared, prepare
+from fednorm.prepared import Prepared, prepare
 from fednorm.probes import Probe, find_probes
 from fednorm.registry import parse
 from fednorm.schedule import lr_factor

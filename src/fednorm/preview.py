@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from fednorm.engines.base import Job, start_state
 from fednorm.engines.choose import close_engine, make_engine
 from fednorm.evaluate import score_rows
 from fednorm.plan import Plan
+from fednorm.threads import threads_of
 
 TIMED_STEPS, TIMED_CLIENTS = 3, 10
 
@@ -39,7 +38,7 @@ def preview(plan: Plan) -> dict[str, Any]:
 
 def estimate(plan: Plan) -> dict[str, float]:
     """Seconds of a step and of scoring one example, measured, and of the whole run, multiplied out."""
-    with _threads(plan.config.engine.threads):
+    with threads_of(plan):
         step, example = _seconds_of_step(plan), _seconds_of_example(plan)
     config, federation = plan.config, plan.federation
     union = plan.method.data == "union"
@@ -83,13 +82,3 @@ def _seconds_of_example(plan: Plan) -> float:
     sums = score_rows(plan, plan.initial(), (federation.test_x, federation.test_y), rows)
     float(sums["loss"])  # waits for the device
     return (time.perf_counter() - started) / len(rows)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -53,7 +53,7 @@ def register(name: str, *, paper: str, summary: str, reconstruction: bool = Fals
     return add
 
 
-def registry() -> Mapping[str, MethodInfo]:
+def known_methods() -> Mapping[str, MethodInfo]:
     """All registered methods by name."""
     import fednorm.methods  # noqa: F401  registers the built-in ones
 
@@ -71,7 +71,7 @@ def parse(expression: str | Method) -> Method:
     """
     if isinstance(expression, Method):
         return expression
-    known = registry()
+    known = known_methods()
     method = Method()
     claimed: dict[str, str] = {}
     for term in parse_terms(expression, "method", _EXAMPLE):

@@ -47,13 +47,25 @@ def flaw(update: Update, schema: Schema) -> str | None:
             return f"'{key}' has type {tensor.dtype}, expected {entry.dtype}"
     if not isinstance(update.report.num_examples, int) or update.report.num_examples < 1:
         return f"its number of examples is {update.report.num_examples!r}, expected a whole number above 0"
-    # One question to the device for all tensors; which one is at fault is asked only when something is.
-    healthy = {key: _is_healthy(tensor, schema[key][0]) for key, tensor in update.shared.items()}
-    if healthy and not bool(torch.stack(list(healthy.values())).all()):
-        bad = next(key for key, fine in healthy.items() if not bool(fine))
-        what = "is not finite" if not bool(torch.isfinite(update.shared[bad]).all()) else "is negative"
-        return f"'{bad}' {what}"
-    return None
+    if _all_healthy(update.shared, schema):
+        return None
+    bad = next(key for key, tensor in update.shared.items() if not bool(_is_healthy(tensor, schema[key][0])))
+    what = "is not finite" if not bool(torch.isfinite(update.shared[bad]).all()) else "is negative"
+    return f"'{bad}' {what}"
+
+
+def _all_healthy(tree: Tree, schema: Schema) -> bool:
+    """One question to the device for all tensors; which one is at fault is asked only when something is."""
+    floats = [tensor.flatten() for tensor in tree.values() if tensor.is_floating_point()]
+    signed = [key for key in tree if _must_not_be_negative(schema[key][0])]
+    checks = [torch.isfinite(torch.cat(floats)).all()] if floats else []
+    checks += [(torch.cat([tree[key].flatten().to(torch.float32) for key in signed]) >= 0).all()] if signed else []
+    return not checks or bool(torch.stack(checks).all())
+
+
+def _must_not_be_negative(entry: Entry) -> bool:
+    spreads = entry.kind is Kind.STATISTIC and entry.part in ("running_var", "running_std")
+    return spreads or entry.kind is Kind.COUNTER
 
 
 def _is_healthy(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:

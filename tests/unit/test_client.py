@@ -15,7 +15,7 @@ from fednorm.client import StepSpec, observe_step, train_step, training_mode
 from fednorm.method import Rule
 from fednorm.optim import SGD
 from fednorm.pieces.losses import proximal
-from fednorm.prepare import prepare
+from fednorm.prepared import prepare
 from fednorm.registry import parse
 from fednorm.state import Kind, Tree, digest
 from fednorm.tasks import Classification

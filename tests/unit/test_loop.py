@@ -19,8 +19,8 @@ from fednorm.method import Method
 from fednorm.pieces.changes import add_transform, keep, merge_by, weigh_by
 from fednorm.pieces.weights import by_loss
 from fednorm.plan import Plan
-from fednorm.prepare import prepare
-from fednorm.registry import parse, registry
+from fednorm.prepared import prepare
+from fednorm.registry import known_methods, parse
 from fednorm.state import Kind, Tree, digest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -111,7 +111,7 @@ def test_methods_that_need_more_than_a_loop_are_refused(method: str) -> None:
     assert message.endswith("; use fednorm.run instead")
 
 
-@pytest.mark.parametrize("method", registry())
+@pytest.mark.parametrize("method", known_methods())
 def test_every_method_runs_in_an_own_loop_or_is_refused(method: str) -> None:
     made = tiny.plan(method)
     try:

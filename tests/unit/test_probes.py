@@ -8,7 +8,7 @@ from torch import nn
 
 import tiny
 from fednorm.errors import ConfigError
-from fednorm.prepare import facts_of
+from fednorm.prepared import facts_of
 from fednorm.probes import PROBES, find_probes
 
 TREE = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}

@@ -13,7 +13,7 @@ from torch import nn
 from fednorm.errors import ConfigError
 from fednorm.method import Phase
 from fednorm.pieces.weights import Report
-from fednorm.prepare import prepare
+from fednorm.prepared import prepare
 from fednorm.registry import parse
 from fednorm.server import Update, flaw, keys_with, merge_updates
 from fednorm.state import Kind, Policy, Tree, digest, model_state

@@ -14,10 +14,10 @@ from fednorm.cli.output import print_json, print_table
 def methods(json: Json = False) -> None:
     """List the methods: papers, what stays local, what clients must keep, bytes and exchanges."""
     from fednorm.describe_method import describe
-    from fednorm.registry import registry
+    from fednorm.registry import known_methods
 
     found = []
-    for info in registry().values():
+    for info in known_methods().values():
         facts = describe(info.name)
         found.append(
             {

@@ -24,7 +24,7 @@ def demo(
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} is out of range; give 1 or more")
     from fednorm.cli.play import fresh, watch
-    from fednorm.compare import usable_jobs
+    from fednorm.comparison import usable_jobs
     from fednorm.demo import HEADLINE, METHODS, SEEDS, demo_config, play_demo, what_was_seen
     from fednorm.plan import find_device
 

@@ -23,7 +23,7 @@ def export(
     """Write a run's model as a plain safetensors file."""
     from fednorm.export import export as write
     from fednorm.folder import RunFolder
-    from fednorm.run import read_config
+    from fednorm.runs import read_config
 
     place = RunFolder(folder)
     refuse_code(read_config(place)[0].model, f"'{place.config}'", allow_code)

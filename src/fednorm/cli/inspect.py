@@ -26,7 +26,7 @@ def inspect(
     from fednorm.describe import describe
     from fednorm.expression import parse_term
     from fednorm.optim import MOMENTUM_SGD
-    from fednorm.prepare import prepare
+    from fednorm.prepared import prepare
     from fednorm.registry import parse
 
     term = parse_term(model, "model", "resnet20(shortcut=B)")

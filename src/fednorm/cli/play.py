@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def play_run(request: Request) -> None:
     """Play the one run of a request and print what came out."""
-    from fednorm.run import run
+    from fednorm.runs import run
 
     out = request.out or fresh(request.config.method)
 
@@ -31,7 +31,7 @@ def play_run(request: Request) -> None:
 
 def play_comparison(request: Request, methods: list[str]) -> None:
     """Play every method with every seed and print the table."""
-    from fednorm.compare import compare
+    from fednorm.comparison import compare
 
     out = request.out or fresh("compare" if len(methods) > 1 else methods[0])
 
@@ -46,7 +46,7 @@ def watch(request: Request, out: Path, runs: int, work: Callable[[OnEvent], Resu
     if request.tensorboard:
         require("tensorboard", "track", "--tensorboard")
     from fednorm.observers import watching
-    from fednorm.run import Interrupted
+    from fednorm.runs import Interrupted
 
     stream = None if request.quiet else sys.stderr if request.json else sys.stdout
     events = out / "tensorboard" if request.tensorboard else None

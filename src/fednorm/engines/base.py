@@ -14,7 +14,7 @@ from fednorm.errors import ConfigError
 from fednorm.method import Phase
 from fednorm.pieces.weights import Report, loss_summary
 from fednorm.plan import Plan
-from fednorm.prepare import lr_factors
+from fednorm.prepared import lr_factors
 from fednorm.server import Schema, Update, keys_with
 from fednorm.state import Kind, Policy, Tree
 

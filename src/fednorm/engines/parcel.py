@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fednorm.errors import FednormError
 from fednorm.method import Method, Phase
 from fednorm.plan import Plan
-from fednorm.prepare import lr_factors
+from fednorm.prepared import lr_factors
 from fednorm.server import Schema
 from fednorm.state import Tree, is_batch_norm
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import nn
 
 from fednorm.config import RunConfig, all_fields, differences, from_dict, to_dict, updated
@@ -27,6 +26,7 @@ from fednorm.plan import Plan, make_plan
 from fednorm.results import Result, summarise
 from fednorm.state import digest
 from fednorm.store import Store
+from fednorm.threads import threads_of
 
 OnRound = Callable[[Plan, Row], None]
 
@@ -154,19 +154,18 @@ def resume_folder(
 
 def play(plan: Plan, store: Store, folder: RunFolder | None, on_round: OnRound | None) -> dict[str, Any]:
     """Play a plan to its end and summarise it; an interruption leaves the last finished round behind."""
-    if plan.config.engine.threads:
-        torch.set_num_threads(plan.config.engine.threads)
-    course = Run(plan, store)
-    metrics = folder.rewrite_metrics(store.rows()) if folder else nullcontext()
-    with metrics as file, orderly_stop() as stopped:
-        for row in course.rounds():
-            if file is not None:
-                file.write(json.dumps(row) + "\n")
-            if on_round:
-                on_round(plan, row)
-            if stopped() and course.round < plan.config.rounds:
-                course.stop()
-                raise Interrupted(stopped())
+    with threads_of(plan):
+        course = Run(plan, store)
+        metrics = folder.rewrite_metrics(store.rows()) if folder else nullcontext()
+        with metrics as file, orderly_stop() as stopped:
+            for row in course.rounds():
+                if file is not None:
+                    file.write(json.dumps(row) + "\n")
+                if on_round:
+                    on_round(plan, row)
+                if stopped() and course.round < plan.config.rounds:
+                    course.stop()
+                    raise Interrupted(stopped())
     summary = summarise(
         list(store.rows()),
         method=plan.method.name,

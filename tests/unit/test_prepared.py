@@ -12,7 +12,7 @@ from fednorm.layers.keyed import KeyedDropout
 from fednorm.method import Rule
 from fednorm.pieces.changes import operate
 from fednorm.pieces.surgery import SurgeryReport
-from fednorm.prepare import facts_of, lr_factors, prepare, surgery_done
+from fednorm.prepared import facts_of, lr_factors, prepare, surgery_done
 from fednorm.registry import parse
 from fednorm.state import Kind, Policy, digest
 

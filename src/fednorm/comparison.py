@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from fednorm.folder import RunFolder, read_json, write_json
 from fednorm.plan import make_plan
 from fednorm.registry import parse
 from fednorm.results import Result
-from fednorm.run import Given, Interrupted, describe, orderly_stop, resume_folder
+from fednorm.runs import Given, Interrupted, describe, orderly_stop, resume_folder
 
 OnEvent = Callable[[str, int, Row], None]
 """(method, seed, row) after every round of every run."""
@@ -143,6 +144,7 @@ def _work(cell: Cell, told: Any) -> None:
 def _play_in_processes(pending: Sequence[Cell], jobs: int, on_event: OnEvent | None) -> None:
     # Fresh interpreters: a fork of a process that has used torch's threads may hang.
     context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # whose start would undo the block of signals below
     told = context.Queue()
     waiting = list(pending)
     working: dict[BaseProcess, Cell] = {}
