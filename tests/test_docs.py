@@ -17,7 +17,7 @@ from fednorm import models
 from fednorm.config import RunConfig, all_fields, updated
 from fednorm.data.partition import find_partition
 from fednorm.errors import ConfigError
-from fednorm.expression import parse_term
+from fednorm.expression import literal, parse_term
 from fednorm.registry import known_methods, parse
 from fednorm.state import Kind
 
@@ -108,7 +108,7 @@ def exists(code: str) -> bool:
     """Whether a piece of code on the page is a setting, a method, a model or a partition that fednorm accepts."""
     field, _, value = code.partition("=")
     if field in all_fields():
-        return bool(updated(RunConfig(), {field: json.loads(value) if value[0].isdigit() else value}))
+        return bool(updated(RunConfig(), {field: literal(value)}))
     term = parse_term(code.partition("+")[0], "expression", "")
     if term.name in known_methods():
         return bool(parse(code))

@@ -53,6 +53,8 @@ class StepSpec:
     """Names of the key buffers of layers that draw random numbers."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Factors on the learning rate, for the keys that have one."""
+    spared: frozenset[str] = frozenset()
+    """Keys that weight decay leaves alone."""
     probes: tuple[Probe, ...] = ()
     differentiate: Callable[[Objective], Callable[..., tuple[Tree, tuple[Tensor, tuple[Tensor, Tensor]]]]] | None = None
 
@@ -99,7 +101,7 @@ def train_step(spec: StepSpec) -> Step:
         grads, (_, (loss, _)) = differentiate(params, rest, anchor, x, y, key, numbers)
         for transform in rule.grads:
             grads = transform(grads, params, numbers, spec.facts)
-        new, buffers = spec.optimizer.update(params, grads, buffers, numbers, spec.factors)
+        new, buffers = spec.optimizer.update(params, grads, buffers, numbers, spec.factors, spec.spared)
         seen = {probe.name: probe.see(grads, params, new, anchor, rest, spec.facts) for probe in spec.probes}
         return StepOut(new, rest, buffers, loss, seen)
 

@@ -53,7 +53,9 @@ class TrainConfig:
     momentum: float = 0.9
     """momentum of SGD"""
     weight_decay: float = 0.0
-    """weight decay, on all trained tensors"""
+    """weight decay"""
+    decay_vectors: bool = True
+    """whether weight decay also acts on vectors: gamma, beta and biases"""
     schedule: str = "constant"
     """learning rate by round: constant, step (x0.1 at 50 % and 75 %), step(factor=0.1,at=0.3/0.6), cosine, linear"""
     augment: str = "none"

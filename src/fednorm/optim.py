@@ -26,7 +26,7 @@ class Optimizer:
 
     name: str
     buffers: tuple[str, ...]
-    update: Callable[[Tree, Tree, Tree, Numbers, Factors], tuple[Tree, Tree]]
+    update: Callable[[Tree, Tree, Tree, Numbers, Factors, frozenset[str]], tuple[Tree, Tree]]
 
     def entries(self, parameters: Iterable[Entry]) -> tuple[Entry, ...]:
         """The optimizer's own entries for some parameters."""
@@ -46,11 +46,17 @@ def slot(part: str, key: str) -> str:
     return f"{part}:{key}"
 
 
-def _sgd(params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors) -> tuple[Tree, Tree]:
+Keys = frozenset[str]
+"""Keys of parameters that weight decay leaves alone."""
+
+
+def _sgd(
+    params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors, spared: Keys = frozenset()
+) -> tuple[Tree, Tree]:
     lr, momentum, decay = numbers["lr"], numbers["momentum"], numbers["weight_decay"]
     new_params, new_buffers = {}, {}
     for key, value in params.items():
-        direction = grads[key] + decay * value
+        direction = grads[key] if key in spared else grads[key] + decay * value
         name = slot("momentum", key)
         if name in buffers:
             direction = new_buffers[name] = momentum * buffers[name] + direction
@@ -58,13 +64,15 @@ def _sgd(params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Fa
     return new_params, buffers | new_buffers
 
 
-def _adam(params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors) -> tuple[Tree, Tree]:
+def _adam(
+    params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors, spared: Keys = frozenset()
+) -> tuple[Tree, Tree]:
     lr, decay, beta1, beta2 = numbers["lr"], numbers["weight_decay"], 0.9, 0.999
     new_params, new_buffers = {}, {}
     for key, value in params.items():
         names = [slot(part, key) for part in ("exp_avg", "exp_avg_sq", "step")]
         first, second, count = (buffers[name] for name in names)
-        grad = grads[key] + decay * value
+        grad = grads[key] if key in spared else grads[key] + decay * value
         first, second, count = beta1 * first + (1 - beta1) * grad, beta2 * second + (1 - beta2) * grad**2, count + 1
         step_size = (lr * factors[key] if key in factors else lr) / (1 - beta1**count)
         new_params[key] = value - step_size * first / (torch.sqrt(second) / torch.sqrt(1 - beta2**count) + 1e-8)

@@ -38,6 +38,11 @@ class Prepared:
         held = Kind.AFFINE in phase.rule.hold
         return [e for e in self.entries if e.trainable and not (held and e.kind is Kind.AFFINE and e.batch_norm)]
 
+    @property
+    def vectors(self) -> frozenset[str]:
+        """Keys of the trained tensors with fewer than two axes: gamma, beta, biases, scalars."""
+        return frozenset(entry.key for entry in self.entries if entry.trainable and len(entry.shape) < 2)
+
     def schema(self, phase: Phase, optimizer: Optimizer | None = None) -> dict[str, tuple[Entry, Policy]]:
         """Entry and policy by key, optimizer buffers included."""
         listing = [*self.entries, *(optimizer.entries(self.trained(phase)) if optimizer else ())]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tiny
+from fednorm.engines.base import step_spec
 from fednorm.errors import ConfigError
 from fednorm.optim import ADAM, MOMENTUM_SGD, SGD, Optimizer, optimizer
 from fednorm.state import Kind, Tree, entries
@@ -74,3 +76,17 @@ def test_buffers_are_state_of_their_own_kind() -> None:
     assert {entry.kind for entry in listed} == {Kind.OPTIMIZER}
     assert not any(entry.trainable for entry in listed)
     assert listed[0].shape == (1, 2)
+
+
+def test_vectors_can_be_spared_from_weight_decay() -> None:
+    """With no gradient at all a step is weight decay alone: matrices shrink, gamma, beta and biases stay to the bit."""
+    made = tiny.plan("fedavg", train__decay_vectors=False, train__momentum=0.0)
+    spec = step_spec(made, made.method.stages[0][0], probing=False)
+    params = {entry.key: made.prepared.initial[entry.key] for entry in made.prepared.entries if entry.trainable}
+    still = {key: torch.zeros_like(value) for key, value in params.items()}
+    numbers = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.5}
+    new, _ = spec.optimizer.update(params, still, {}, numbers, {}, spec.spared)
+    for key, value in params.items():
+        expected = value if value.dim() < 2 else value * (1 - 0.05)
+        assert torch.allclose(new[key], expected, rtol=0, atol=1e-15), key
+        assert (key in spec.spared) == (value.dim() < 2)

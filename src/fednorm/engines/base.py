@@ -73,6 +73,7 @@ def step_spec(plan: Plan, phase: Phase, probing: bool) -> StepSpec:
         task=plan.task,
         keyed=plan.prepared.keyed,
         factors=lr_factors(plan.prepared, phase),
+        spared=frozenset() if plan.config.train.decay_vectors else plan.prepared.vectors,
         probes=plan.probes if probing else (),
     )
 
