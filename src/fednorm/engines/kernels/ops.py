@@ -37,6 +37,18 @@ def _split_groups(y: Tensor, clients: int) -> Tensor:
     return y.unflatten(1, (clients, -1)).transpose(0, 1)
 
 
+class _FirstOrder(torch.autograd.Function):
+    """An operator that is itself a derivative and has none of its own."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError("second derivatives of the stack operators are not available")
+
+
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, w: Tensor, stride: int, padding: Pair) -> Tensor:
@@ -66,19 +78,11 @@ class _Conv(torch.autograd.Function):
         return _split_groups(y, info.batch_size), 0
 
 
-class _InputGrad(torch.autograd.Function):
+class _InputGrad(_FirstOrder):
     @staticmethod
     def forward(dy: Tensor, w: Tensor, size: Pair, stride: int, padding: Pair) -> Tensor:
         shape = (dy.shape[0], w.shape[1], *size)
         return conv2d_input(shape, w.to(dy.dtype), dy, stride, cast(int, padding))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("second derivatives of the stacked convolution are not available")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], dy: Tensor, w: Tensor, size: Pair, stride: int, padding: Pair):
@@ -94,19 +98,11 @@ class _InputGrad(torch.autograd.Function):
         return _split_groups(dx, clients), 0
 
 
-class _WeightGrad(torch.autograd.Function):
+class _WeightGrad(_FirstOrder):
     @staticmethod
     def forward(x: Tensor, dy: Tensor, kernel: Pair, stride: int, padding: Pair) -> Tensor:
         shape = (dy.shape[1], x.shape[1], *kernel)
         return conv2d_weight(x, shape, dy, stride, cast(int, padding)).to(_master(x))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("second derivatives of the stacked convolution are not available")
 
     @staticmethod
     def vmap(
@@ -164,7 +160,7 @@ class _Norm(torch.autograd.Function):
         return (y, mean, var), (0, 0, 0)
 
 
-class _NormGrad(torch.autograd.Function):
+class _NormGrad(_FirstOrder):
     @staticmethod
     def forward(x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, eps: float):
         wide, grad = x.to(gamma.dtype), dy.to(gamma.dtype)
@@ -174,14 +170,6 @@ class _NormGrad(torch.autograd.Function):
         count = wide.numel() // wide.shape[1]
         centred = grad - _channels(dbeta / count) - hat * _channels(dgamma / count)
         return (_channels(gamma * inverse) * centred).to(x.dtype), dgamma, dbeta
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("second derivatives of the stacked batch norm are not available")
 
     @staticmethod
     def vmap(
