@@ -215,3 +215,10 @@ def test_a_terminal_gets_bars() -> None:
             row = {"round": number, "seconds": 0.5, "eval": {"pooled": {"accuracy": 50.0 + number}}}
             tell("fixbn", 0, row)
     assert "[1/2] fixbn seed 0  accuracy 52.0  1 s" in screen.getvalue()
+
+
+def test_a_pretrained_start_says_what_the_swap_kept_and_lost(tmp_path: Path) -> None:
+    assert fednorm("run", *TINY, "--out", tmp_path / "first").code == 0
+    start = tmp_path / "first" / "model.safetensors"
+    done = fednorm("run", *TINY, "--method", "gn", "--init", start, "--out", tmp_path / "second")
+    assert "gn: 2 BatchNorm layers became GroupNorm(2): affine kept, running statistics dropped" in done.out

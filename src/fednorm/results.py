@@ -35,7 +35,14 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def summarise(
-    rows: Sequence[Mapping[str, Any]], *, method: str, seed: int, rounds: int, metric: str, digest: str
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    method: str,
+    seed: int,
+    rounds: int,
+    metric: str,
+    digest: str,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """One run as result.json holds it: final, best-validation and peak scores, curves, bytes and seconds."""
     scored = [row for row in rows if "eval" in row]
@@ -71,6 +78,7 @@ def summarise(
         },
         "refused": sum(len(row.get("refused", {})) for row in rows),
         "seconds": round(math.fsum(row["seconds"] for row in rows), 3),
+        "notes": list(notes),
         "digest": digest,
     }
 

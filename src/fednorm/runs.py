@@ -173,6 +173,7 @@ def play(plan: Plan, store: Store, folder: RunFolder | None, on_round: OnRound |
         rounds=plan.config.rounds,
         metric=plan.task.metric,
         digest=digest(course.server),
+        notes=plan.prepared.notes,
     )
     if folder:
         save_model(plan, course, folder.model)

@@ -85,6 +85,8 @@ def finish(request: Request, result: Result) -> None:
         print_json({**result.to_json(), "folder": result.folder})
         return
     print_scores(result)
+    for line in dict.fromkeys(f"{run['method']}: {note}" for run in result.runs for note in run["notes"]):
+        print(line)
     for run in result.runs:
         if run["best_validation"]:
             best = run["best_validation"]
