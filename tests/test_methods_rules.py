@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tiny
 from checks import EXACT, WHOLE_BATCHES, average, centralized_sgd, distance, keys_of, only, spied, warmed_up
+from fednorm.engines.rounds import Run
 from fednorm.errors import ConfigError
 from fednorm.moments import inputs_of_norms
 from fednorm.plan import Plan
@@ -324,3 +325,8 @@ def test_the_unsquared_penalty_is_another_one_with_no_pull_at_the_start() -> Non
     servers = [tiny.play(tiny.plan(m)).server for m in ("fedprox(mu=0.5,norm=l2)", "fedprox(mu=0.5)", "fedavg")]
     assert len({digest(server) for server in servers}) == 3
     assert all(bool(value.isfinite().all()) for value in servers[0].values())
+
+
+def test_clients_that_send_nothing_have_no_exchange() -> None:
+    rows = list(Run(tiny.plan("standalone"), Store()).rounds())
+    assert [(row["exchanges"], row["bytes_up"], row["bytes_down"]) for row in rows] == [(0, 0, 0)] * 4

@@ -24,6 +24,7 @@ from fednorm.state import Kind, Policy, Tree, tree_bytes
 from fednorm.store import ClientState, Store, to_device
 
 Row = dict[str, Any]
+_SENT = (Policy.SHARED, Policy.FROZEN, Policy.REPORTED)
 
 
 def set_precision(plan: Plan) -> None:
@@ -155,7 +156,7 @@ class Run:
         if plan.method.data == "each" and not phase.union:
             down = tree_bytes({key: self.server[key] for key in keys_with(schema, Policy.SHARED, Policy.FROZEN)})
             exchanges, extra = lockstep_cost(phase, schema)
-            row["exchanges"] += 1 + exchanges
+            row["exchanges"] += 1 + exchanges if any(policy in _SENT for _, policy in schema.values()) else 0
             row["bytes_down"] += (down + extra) * len(cohort)
             row["bytes_up"] += sum(tree_bytes(u.shared) + tree_bytes(u.reported) + extra for u in updates)
         if probing:
