@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import tiny
+from checks import warmed_up
 from fednorm.client import training_mode
 from fednorm.engines.base import Job, Outcome
 from fednorm.engines.rounds import Run
@@ -59,15 +60,6 @@ def test_i01_one_step_without_batch_statistics_is_centralized_sgd_on_the_union(m
     made, merged = one_round(method, tiny.residual_net(widths=(4, 6)))
     assert distance(merged, union_step(made, made.initial())) < EXACT
     assert distance(merged, made.initial()) > 1e-3
-
-
-def warmed_up(model: nn.Module) -> nn.Module:
-    """A model whose running statistics are those of some data, as after FixBN's first stage."""
-    model.train()
-    with torch.no_grad():
-        for seed in range(3):
-            model(tiny.examples(16, shift=0.5, seed=seed)[0])
-    return model.eval()
 
 
 def test_i02_fixbn_after_the_freeze_is_centralized_sgd_on_the_union() -> None:

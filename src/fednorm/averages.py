@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fednorm.method import Phase
+from fednorm.pieces.merges import wide
 from fednorm.plan import Plan
 from fednorm.server import keys_with
 from fednorm.state import Entry, Kind, Policy, Tree
@@ -60,9 +61,9 @@ def _pooled(moments: list[tuple[Entry, Entry]], means: Tree, store: Store, clien
     """Variances of the clients' mixture: the mean of var_k + (mu_k - mu)^2; a deviation is the root of that."""
 
     def spread_of(stack: Tree, mean: Entry, spread: Entry) -> Tensor:
-        own = _wide(stack[spread.key])
+        own = wide(stack[spread.key])
         inside = own.square() if spread.part == "running_std" else own
-        return inside + (_wide(stack[mean.key]) - means[mean.key].to(own.device)).square()
+        return inside + (wide(stack[mean.key]) - means[mean.key].to(own.device)).square()
 
     average = _Mean(len(clients))
     for stack in store.stacks(clients):
@@ -86,7 +87,7 @@ class _Mean:
         """Add some clients' tensors, each stacked over them; joined first, since most are tiny."""
         if not stacks:
             return
-        rows = torch.cat([_wide(stack).flatten(1) if stack.dim() > 1 else _wide(stack)[:, None] for stack in stacks], 1)
+        rows = torch.cat([wide(stack).flatten(1) if stack.dim() > 1 else wide(stack)[:, None] for stack in stacks], 1)
         for row in rows.unbind(0):
             if self._total is None:
                 self._total = row * self._share
@@ -99,7 +100,3 @@ class _Mean:
             return {}
         parts = self._total.split([torch.Size(entry.shape).numel() for entry in entries])
         return {entry.key: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)}
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", torch.float64) if tensor.device.type == "mps" else tensor.to(torch.float64)

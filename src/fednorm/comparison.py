@@ -64,12 +64,6 @@ def compare(
     return resume_comparison(folder, jobs=jobs, on_event=on_event)
 
 
-def is_comparison(folder: RunFolder) -> bool:
-    """True for a folder that `compare` made."""
-    stored = read_json(folder.config)
-    return isinstance(stored, dict) and "compare" in stored
-
-
 def resume_comparison(folder: RunFolder, *, jobs: int = 1, on_event: OnEvent | None = None) -> Result:
     """Play what is left of a comparison and write its joint result."""
     stored = read_json(folder.config)

@@ -9,6 +9,7 @@ from fednorm.engines.rounds import lockstep_cost
 from fednorm.method import Method, Phase
 from fednorm.optim import Optimizer
 from fednorm.prepared import Prepared
+from fednorm.server import DOWN, UP, Schema
 from fednorm.state import Entry, Kind, Policy
 
 
@@ -52,13 +53,23 @@ def exchanges(prepared: Prepared, optimizer: Optimizer | None = None) -> list[di
     named = [(number, phase) for number, stage in enumerate(method.stages, 1) for phase in stage]
     lines = []
     for stage, phase in [*named, *(("finish", phase) for phase in method.finish)]:
-        federated = method.data == "each" and not phase.union
-        schema = prepared.schema(phase, optimizer) if federated else {}
-        extra = lockstep_cost(phase, schema)[1]
-        up = sum(entry.bytes for entry, policy in schema.values() if policy in (Policy.SHARED, Policy.REPORTED))
-        down = sum(entry.bytes for entry, policy in schema.values() if policy in (Policy.SHARED, Policy.FROZEN))
-        lines.append({"stage": stage, "phase": phase.name, "up": up + extra, "down": down + extra})
+        _, up, down = cost(method, phase, prepared.schema(phase, optimizer))
+        lines.append({"stage": stage, "phase": phase.name, "up": up, "down": down})
     return lines
+
+
+def cost(method: Method, phase: Phase, schema: Schema) -> tuple[int, int, int]:
+    """(exchanges, bytes up, bytes down) of one client in a phase; nothing where data is not apart."""
+    if method.data == "union" or phase.union:
+        return 0, 0, 0
+    steps, extra = lockstep_cost(phase, schema)
+    up, down = (sent(schema, *policies) + extra for policies in (UP, DOWN))
+    return 1 + steps if up or down else 0, up, down
+
+
+def sent(schema: Schema, *policies: Policy) -> int:
+    """Bytes of the entries that have one of the policies."""
+    return sum(entry.bytes for entry, policy in schema.values() if policy in policies)
 
 
 def phases_of(method: Method) -> tuple[Phase, ...]:

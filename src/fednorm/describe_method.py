@@ -9,21 +9,18 @@ from typing import Any, get_args, get_type_hints
 from torch import nn
 
 from fednorm import models
-from fednorm.describe import in_time
-from fednorm.engines.rounds import lockstep_cost
+from fednorm.describe import cost, in_time, sent
 from fednorm.expression import parse_term
 from fednorm.method import Method, Phase
 from fednorm.optim import MOMENTUM_SGD
 from fednorm.prepared import Prepared, prepare
 from fednorm.registry import known_methods, parse
-from fednorm.server import Schema
+from fednorm.server import UP, Schema
 from fednorm.state import Kind, Policy
 
 REFERENCE = "resnet20"
 ABSENT = "absent"
 """Stands where a policy would, for a kind that the model has none of after the method's surgery."""
-_UP = (Policy.SHARED, Policy.REPORTED)
-_DOWN = (Policy.SHARED, Policy.FROZEN)
 
 
 def describe(expression: str | Method, model: str = REFERENCE) -> dict[str, Any]:
@@ -72,7 +69,7 @@ def _reference(model: str) -> nn.Module:
 def _fedavg_bytes(model: str) -> int:
     """What a client sends where everything is shared: the default method is plain averaging."""
     plain = Method()
-    return _sent(prepare(_reference(model), plain).schema(plain.phases[0]), *_UP)
+    return sent(prepare(_reference(model), plain).schema(plain.phases[0]), *UP)
 
 
 def _part(label: str) -> dict[str, Any]:
@@ -103,11 +100,9 @@ def _exchanges(prepared: Prepared, phases: tuple[Phase, ...] | list[Phase], mode
 
 def _phase(prepared: Prepared, phase: Phase) -> dict[str, Any]:
     schema = prepared.schema(phase, MOMENTUM_SGD)
-    federated = prepared.method.data == "each" and not phase.union
+    exchanges, up, down = cost(prepared.method, phase, schema)
     policy = {kind.value: _policy_of(kind, schema) for kind in Kind}
-    merged = [kind for kind in Kind if policy[kind] == Policy.SHARED] if federated else []
-    steps, extra = lockstep_cost(phase, schema) if federated else (0, 0)
-    up, down = (_sent(schema, *policies) + extra if federated else 0 for policies in (_UP, _DOWN))
+    merged = [kind for kind in Kind if policy[kind] == Policy.SHARED] if exchanges else []
     return {
         "name": phase.name,
         "policy": policy,
@@ -118,7 +113,7 @@ def _phase(prepared: Prepared, phase: Phase) -> dict[str, Any]:
         "lockstep": phase.lockstep,
         "work": phase.work,
         "union": phase.union,
-        "exchanges": 1 + steps if up or down else 0,
+        "exchanges": exchanges,
         "bytes_up": up,
         "bytes_down": down,
     }
@@ -129,10 +124,6 @@ def _policy_of(kind: Kind, schema: Schema) -> str:
     return (
         " and ".join(dict.fromkeys(policy.value for entry, policy in schema.values() if entry.kind is kind)) or ABSENT
     )
-
-
-def _sent(schema: Schema, *policies: Policy) -> int:
-    return sum(entry.bytes for entry, policy in schema.values() if policy in policies)
 
 
 def _by_kind(kinds: list[Kind], rules: Mapping[Kind, Callable[..., Any]]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fednorm import rng
-from fednorm.averages import averaged_local as averaged_local
+from fednorm.averages import averaged_local
 from fednorm.engines.base import start_state, step_spec
 from fednorm.method import Phase
 from fednorm.newcomer import reestimated, tracked
@@ -68,6 +68,11 @@ def scored(plan: Plan, clients: Sequence[int]) -> tuple[Sequence[int], dict[str,
 def client_model(plan: Plan, phase: Phase, server: Tree, store: Store, client: int, fallback: Tree) -> Tree:
     """A client's own model: shared entries from the server, its local ones, or the fallback if it has none."""
     return start_state(plan, plan.schema(phase), server, store.get(client).tree or fallback)
+
+
+def global_model(plan: Plan, phase: Phase, server: Tree, store: Store) -> Tree:
+    """The one model of all: shared entries from the server, the clients' mean of what they keep local."""
+    return start_state(plan, plan.schema(phase), server, averaged_local(plan, phase, store))
 
 
 def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:

@@ -8,9 +8,9 @@ from pathlib import Path
 import safetensors.torch
 
 from fednorm import __version__
-from fednorm.engines.base import start_state
+from fednorm.averages import averaged_local
 from fednorm.errors import CheckpointError, ConfigError
-from fednorm.evaluate import averaged_local, client_model
+from fednorm.evaluate import client_model, global_model
 from fednorm.folder import RunFolder, disk_errors
 from fednorm.pieces.fold import fold_with_report
 from fednorm.plan import Plan, make_plan
@@ -95,10 +95,9 @@ def model_of(plan: Plan, store: Store, client: int | None) -> Tree:
     if not store.facts():
         raise CheckpointError(f"'{store.path}' holds no round; the run never started")
     phase = plan.method.tested(-1)
-    average = averaged_local(plan, phase, store)
     server = store.tree("model")
     if client is None or plan.method.data == "union":
-        state = start_state(plan, plan.schema(phase), server, average)
+        state = global_model(plan, phase, server, store)
     else:
-        state = client_model(plan, phase, server, store, client, average)
+        state = client_model(plan, phase, server, store, client, averaged_local(plan, phase, store))
     return {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}

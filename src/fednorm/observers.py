@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from fednorm.comparison import OnEvent
 from fednorm.engines.rounds import Row
 from fednorm.runs import Interrupted
-
-OnEvent = Callable[[str, int, Row], None]
-"""(method, seed, row) after every round."""
 
 
 @contextmanager

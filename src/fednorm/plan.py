@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from fednorm.state import Kind, Policy, Tree, entries
 from fednorm.store import load_tree
 from fednorm.tasks import Task, make_task
 
+_MOST_SCHEMAS = 64
+"""Methods have a handful of phases; a phase made anew for every test must not fill memory."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -45,11 +49,11 @@ class Plan:
     optimizer: Optimizer
     device: torch.device
     probes: tuple[Probe, ...]
+    _schemas: dict[int, tuple[Phase, Schema]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def cohort_size(self) -> int:
-        available = len(self.federation.training_clients)
-        return min(self.config.clients_per_round or available, available)
+        return cohort_size(self.config, self.federation)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -57,7 +61,13 @@ class Plan:
         return self.method.phases + self.method.finish + query
 
     def schema(self, phase: Phase) -> Schema:
-        return self.prepared.schema(phase, self.optimizer)
+        """Entry and policy by key in a phase; listed once, since every client of every round asks."""
+        held = self._schemas.get(id(phase))
+        if held is None or held[0] is not phase:
+            if len(self._schemas) >= _MOST_SCHEMAS:
+                self._schemas.clear()
+            held = self._schemas[id(phase)] = phase, self.prepared.schema(phase, self.optimizer)
+        return held[1]
 
     def initial(self) -> Tree:
         """The server's first state; entries of the optimizer start at zero where the server keeps them."""
@@ -82,6 +92,12 @@ class Plan:
         return {**shared, **phase.rule.numbers}
 
 
+def cohort_size(config: RunConfig, federation: Federation) -> int:
+    """How many clients a round draws."""
+    available = len(federation.training_clients)
+    return min(config.clients_per_round or available, available)
+
+
 def make_plan(
     config: RunConfig,
     *,
@@ -104,13 +120,13 @@ def make_plan(
         )
     network = (model or build_model(config, federation)).to(dtype)
     if config.init:
-        load_initial(network, load_tree_of(config.init), config.init)
+        load_initial(network, load_tree(Path(config.init)), config.init)
     name = f"model '{config.model}'" if model is None else f"the given {type(model).__name__}"
     prepared = prepare(network.cpu(), method, allow_noop=config.allow_noop, name=name)
     prepared.model.to(device)
     _check_batch_size(config, method, prepared)
     _check_momentum(config, method)
-    cohort = min(config.clients_per_round or len(federation.training_clients), len(federation.training_clients))
+    cohort = cohort_size(config, federation)
     federation = replace(
         federation,
         x=federation.x.to(device),
@@ -225,12 +241,6 @@ def build_model(config: RunConfig, federation: Federation) -> nn.Module:
         seed=config.seed,
         **term.options,
     )
-
-
-def load_tree_of(path: str) -> Tree:
-    from pathlib import Path
-
-    return load_tree(Path(path))
 
 
 def load_initial(model: nn.Module, tree: Mapping[str, Any], source: str) -> None:

@@ -16,10 +16,9 @@ from torch import nn
 
 from fednorm.config import RunConfig, all_fields, differences, from_dict, to_dict, updated
 from fednorm.data.federation import Examples, Federation, from_clients
-from fednorm.engines.base import start_state
 from fednorm.engines.rounds import Row, Run
 from fednorm.errors import CheckpointError, ConfigError, unknown
-from fednorm.evaluate import averaged_local
+from fednorm.evaluate import global_model
 from fednorm.folder import RunFolder, read_json, write_json
 from fednorm.method import Method
 from fednorm.plan import Plan, make_plan
@@ -184,8 +183,7 @@ def play(plan: Plan, store: Store, folder: RunFolder | None, on_round: OnRound |
 def save_model(plan: Plan, course: Run, path: Path) -> None:
     """Write the global model as plain safetensors; entries that stayed local are their clients' mean."""
     phase = plan.method.tested(-1)
-    average = averaged_local(plan, phase, course.store)
-    state = start_state(plan, plan.schema(phase), course.server, average)
+    state = global_model(plan, phase, course.server, course.store)
     draft = path.with_name(path.name + ".part")
     tensors = {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}
     safetensors.torch.save_file(tensors, draft, metadata={"method": plan.method.name, "model": plan.config.model})

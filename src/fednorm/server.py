@@ -14,6 +14,10 @@ from fednorm.pieces.weights import Report
 from fednorm.state import Entry, Kind, Policy, Tree
 
 Schema = Mapping[str, tuple[Entry, Policy]]
+UP = (Policy.SHARED, Policy.REPORTED)
+"""Policies of entries a client sends."""
+DOWN = (Policy.SHARED, Policy.FROZEN)
+"""Policies of entries a client is sent."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 import tiny
+from fednorm.averages import averaged_local
 from fednorm.engines.rounds import Run
-from fednorm.evaluate import averaged_local, evaluate
+from fednorm.evaluate import evaluate
 from fednorm.plan import Plan
 from fednorm.state import Kind, Tree
 from fednorm.store import ClientState

@@ -19,12 +19,11 @@ from fednorm.evaluate import Scores, evaluate
 from fednorm.method import Memory, Phase, Progress
 from fednorm.pieces.weights import Report
 from fednorm.plan import Plan
-from fednorm.server import flaw, keys_with, merge_updates
-from fednorm.state import Kind, Policy, Tree, tree_bytes
+from fednorm.server import DOWN, UP, flaw, keys_with, merge_updates
+from fednorm.state import Kind, Tree, tree_bytes
 from fednorm.store import ClientState, Store, to_device
 
 Row = dict[str, Any]
-_SENT = (Policy.SHARED, Policy.FROZEN, Policy.REPORTED)
 
 
 def set_precision(plan: Plan) -> None:
@@ -154,9 +153,9 @@ class Run:
             if keep and (outcome.kept or phase.advances):
                 self.store.put(client, ClientState(used, {**before.tree, **outcome.kept}))
         if plan.method.data == "each" and not phase.union:
-            down = tree_bytes({key: self.server[key] for key in keys_with(schema, Policy.SHARED, Policy.FROZEN)})
+            down = tree_bytes({key: self.server[key] for key in keys_with(schema, *DOWN)})
             exchanges, extra = lockstep_cost(phase, schema)
-            row["exchanges"] += 1 + exchanges if any(policy in _SENT for _, policy in schema.values()) else 0
+            row["exchanges"] += 1 + exchanges if keys_with(schema, *UP, *DOWN) else 0
             row["bytes_down"] += (down + extra) * len(cohort)
             row["bytes_up"] += sum(tree_bytes(u.shared) + tree_bytes(u.reported) + extra for u in updates)
         if probing:

@@ -108,7 +108,9 @@ class StackedEngine:
             return False
         if len({job.num_steps for job in jobs}) > 1:
             return False
-        return all(len(self._equal_batches(jobs, number, together=False)) == 1 for number in range(jobs[0].num_steps))
+        clients = [job.client for job in jobs]
+        steps = ([job.first_batch + number for job in jobs] for number in range(jobs[0].num_steps))
+        return len({size for ks in steps for size in self.plan.batches.sizes(clients, ks)}) == 1
 
     def _train_by_graph(
         self, phase: Phase, step: Step, stack: Trees, jobs: Sequence[Job], numbers: dict[str, float]
@@ -119,10 +121,7 @@ class StackedEngine:
             self.plan.batches.places(clients, [job.first_batch + number for job in jobs])
             for number in range(jobs[0].num_steps)
         ]
-        shape = batches[0][0].shape
-        if any(rows.shape != shape for rows, _ in batches):
-            return None  # a trailing batch is smaller
-        place = (id(phase), shape)
+        place = (id(phase), batches[0][0].shape)
         try:
             with training_mode(self.plan.prepared.model, phase.rule.hold):
                 if place not in self._graphs:

@@ -22,13 +22,14 @@ mean and a variance together.
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """sum_k p_k x_k in float64, left to right."""
-    total = _wide(tensors[0]) * weights[0]
+    total = wide(tensors[0]) * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-        total.add_(_wide(tensor), alpha=weight)
+        total.add_(wide(tensor), alpha=weight)
     return total
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
+    """A tensor in float64, on the host where the device has no such type."""
     return tensor.to("cpu", torch.float64) if tensor.device.type == "mps" else tensor.to(torch.float64)
 
 
@@ -52,7 +53,7 @@ def pooled(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory:
     merged, _ = mean(old, updates, weights, {})
     merged |= pooled_moments(old, updates, weights, "running_mean", "running_var")
     if "running_std" in old:
-        squares = [{**each, "running_var": _wide(each["running_std"]).square()} for each in updates]
+        squares = [{**each, "running_var": wide(each["running_std"]).square()} for each in updates]
         var = pooled_moments(
             {**old, "running_var": old["running_std"]}, squares, weights, "running_mean", "running_var"
         )
@@ -65,7 +66,7 @@ def pooled_moments(old: Tree, updates: Sequence[Tree], weights: Sequence[float],
     if mean_part not in old or var_part not in old:
         return {}
     centre = weighted_sum([each[mean_part] for each in updates], weights)
-    spread = [_wide(each[var_part]) + (_wide(each[mean_part]) - centre).square() for each in updates]
+    spread = [wide(each[var_part]) + (wide(each[mean_part]) - centre).square() for each in updates]
     return {mean_part: centre.to(old[mean_part]), var_part: weighted_sum(spread, weights).to(old[var_part])}
 
 
@@ -98,9 +99,9 @@ def server_momentum(lr: float, momentum: float) -> Merge:
     def merge(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory: Tree) -> tuple[Tree, Tree]:
         new, velocity = {}, {}
         for part, value in old.items():
-            step = _wide(value) - weighted_sum([each[part] for each in updates], weights)
+            step = wide(value) - weighted_sum([each[part] for each in updates], weights)
             velocity[part] = momentum * memory.get(part, torch.zeros_like(step)) + step
-            new[part] = (_wide(value) - lr * velocity[part]).to(value)
+            new[part] = (wide(value) - lr * velocity[part]).to(value)
         return new, velocity
 
     return merge
@@ -112,11 +113,11 @@ def server_adam(lr: float, beta1: float, beta2: float, tau: float) -> Merge:
     def merge(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory: Tree) -> tuple[Tree, Tree]:
         new, remembered = {}, {}
         for part, value in old.items():
-            delta = weighted_sum([each[part] for each in updates], weights) - _wide(value)
+            delta = weighted_sum([each[part] for each in updates], weights) - wide(value)
             zero = torch.zeros_like(delta)
             first = beta1 * memory.get(f"{part}.m", zero) + (1 - beta1) * delta
             second = beta2 * memory.get(f"{part}.v", zero + tau**2) + (1 - beta2) * delta.square()
-            new[part] = (_wide(value) + lr * first / (second.sqrt() + tau)).to(value)
+            new[part] = (wide(value) + lr * first / (second.sqrt() + tau)).to(value)
             remembered |= {f"{part}.m": first, f"{part}.v": second}
         return new, remembered
 
