@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from fednorm.errors import ConfigError, unknown
 from fednorm.expression import NAME, Term, parse_terms
 from fednorm.method import Method, Part
+from fednorm.pieces.claims import MERGE_STATISTICS, MERGE_TRAINED, PROXIMAL_TERM, WEIGHTS
 from fednorm.state import Kind, Policy
 
 Factory = Callable[..., Part]
@@ -113,8 +114,8 @@ def refuse_contradictions(method: Method) -> None:
             )
 
 
-_MERGED = {"merge:statistics": Kind.STATISTIC, "merge:weights and affine": Kind.WEIGHT, "weights": Kind.WEIGHT}
-_NEEDS_SERVER = frozenset({"merge:statistics", "merge:weights and affine", "loss:the proximal term"})
+_MERGED = {MERGE_STATISTICS: Kind.STATISTIC, MERGE_TRAINED: Kind.WEIGHT, WEIGHTS: Kind.WEIGHT}
+_NEEDS_SERVER = frozenset({MERGE_STATISTICS, MERGE_TRAINED, PROXIMAL_TERM})
 
 
 def _refuse_what_cannot_merge(method: Method) -> None:

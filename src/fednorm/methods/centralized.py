@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fednorm.method import Part
 from fednorm.pieces.changes import chain, keep
+from fednorm.pieces.claims import DATA
 from fednorm.registry import register
 
 
@@ -15,5 +16,5 @@ from fednorm.registry import register
 def centralized() -> Part:
     return Part(
         chain(lambda method: replace(method, data="union"), keep(optimizer="local")),
-        claims=frozenset({"data", "policy:optimizer"}),
+        claims=frozenset({DATA, "policy:optimizer"}),
     )

@@ -5,6 +5,7 @@ from dataclasses import replace
 from fednorm.client import observe_step
 from fednorm.method import Method, Part, Phase
 from fednorm.pieces.changes import policy_claims
+from fednorm.pieces.claims import SWITCH
 from fednorm.registry import register
 from fednorm.state import Kind, Policy
 
@@ -32,6 +33,6 @@ def decoupled() -> Part:
 
     return Part(
         change,
-        claims=policy_claims("statistic", "counter") | {"switch"},
+        claims=policy_claims("statistic", "counter") | {SWITCH},
         acts_on=frozenset({Kind.STATISTIC}),
     )

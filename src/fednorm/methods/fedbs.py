@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fednorm.method import Method, Part, Phase
+from fednorm.pieces.claims import PROXIMAL_TERM, SWITCH, WEIGHTS
 from fednorm.pieces.losses import proximal
 from fednorm.pieces.switches import when_losses_agree
 from fednorm.pieces.weights import Weigh, by_loss, uniform
@@ -34,4 +35,4 @@ def fedbs(
         second = tuple(with_prox(weighed(phase, uniform)) for phase in method.stages[0])
         return replace(method, stages=(first, second), switch=when_losses_agree(eps, rounds, loss))
 
-    return Part(change, claims=frozenset({"switch", "weights", "loss:the proximal term"}))
+    return Part(change, claims=frozenset({SWITCH, WEIGHTS, PROXIMAL_TERM}))

@@ -5,6 +5,7 @@ from typing import Literal
 from fednorm.errors import ConfigError
 from fednorm.method import Part
 from fednorm.pieces.changes import add_loss
+from fednorm.pieces.claims import PROXIMAL_TERM
 from fednorm.pieces.losses import distance, proximal
 from fednorm.registry import register
 
@@ -18,4 +19,4 @@ def fedprox(mu: float = 0.01, norm: Literal["squared", "l2"] = "squared") -> Par
     if not mu >= 0:
         raise ConfigError(f"mu={mu} would push clients away from the server's model; give 0 or more")
     term = proximal if norm == "squared" else distance
-    return Part(add_loss(term, **{"prox.mu": mu}), claims=frozenset({"loss:the proximal term"}))
+    return Part(add_loss(term, **{"prox.mu": mu}), claims=frozenset({PROXIMAL_TERM}))

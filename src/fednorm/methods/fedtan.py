@@ -5,6 +5,7 @@ from dataclasses import replace
 from fednorm.layers.cohort import cohort_batch_norm
 from fednorm.method import Method, Part, Phase
 from fednorm.pieces.changes import chain, operate, weigh_by
+from fednorm.pieces.claims import NORM_LAYERS, WEIGHTS
 from fednorm.pieces.weights import uniform
 from fednorm.registry import register
 from fednorm.state import Kind, Policy
@@ -28,4 +29,4 @@ def _in_lockstep(method: Method) -> Method:
 )
 def fedtan() -> Part:
     change = chain(operate(cohort_batch_norm()), _in_lockstep, weigh_by(uniform))
-    return Part(change, claims=frozenset({"choice:the norm layers", "weights"}))
+    return Part(change, claims=frozenset({NORM_LAYERS, WEIGHTS}))

@@ -6,11 +6,10 @@ from fednorm.layers.norm_free import drop_norms, residual_scaling
 from fednorm.layers.ws_conv import weight_standardise
 from fednorm.method import Change, Part
 from fednorm.pieces.changes import add_transform, chain, operate
+from fednorm.pieces.claims import CLIPPING, CONVOLUTIONS, NORM_LAYERS
 from fednorm.pieces.grads import agc as adaptive_clipping
 from fednorm.pieces.grads import clip_norm
 from fednorm.registry import register
-
-_NORMS, _CONVS, _CLIPPING = "choice:the norm layers", "choice:the convolutions", "choice:gradient clipping"
 
 
 def _clip(clip: float) -> Change:
@@ -21,7 +20,7 @@ def _clip(clip: float) -> Change:
     "nonorm", paper="FedWon's ablation (arXiv 2306.05879, Table 5)", summary="remove BatchNorm and put nothing there"
 )
 def nonorm(bias: bool = True) -> Part:
-    return Part(operate(drop_norms(bias)), claims=frozenset({_NORMS}))
+    return Part(operate(drop_norms(bias)), claims=frozenset({NORM_LAYERS}))
 
 
 @register(
@@ -30,19 +29,19 @@ def nonorm(bias: bool = True) -> Part:
     summary="standardise the weights of every convolution; with gn it is the GN+WS of the FixBN study",
 )
 def ws(style: Literal["qiao", "scaled"] = "qiao", gain: float | None = None) -> Part:
-    return Part(operate(weight_standardise(style, gain)), claims=frozenset({_CONVS}))
+    return Part(operate(weight_standardise(style, gain)), claims=frozenset({CONVOLUTIONS}))
 
 
 @register("agc", paper="Brock et al. 2021 (arXiv 2102.06171)", summary="clip each unit's gradient by its weight's norm")
 def agc(clip: float = 0.1) -> Part:
-    return Part(_clip(clip), claims=frozenset({_CLIPPING}))
+    return Part(_clip(clip), claims=frozenset({CLIPPING}))
 
 
 @register(
     "clip", paper="Pascanu et al. 2013 (arXiv 1211.5063)", summary="clip the whole gradient's norm, as HeteroFL does"
 )
 def clip(norm: float = 1.0) -> Part:
-    return Part(add_transform(clip_norm, **{"clip.norm": norm}), claims=frozenset({_CLIPPING}))
+    return Part(add_transform(clip_norm, **{"clip.norm": norm}), claims=frozenset({CLIPPING}))
 
 
 @register(
@@ -62,4 +61,4 @@ def fedwon(
     if residual == "nf":
         surgery.append(residual_scaling("nf"))
     changes = [operate(*surgery)] + [_clip(clip)] * use_agc
-    return Part(chain(*changes), claims=frozenset({_NORMS, _CONVS} | ({_CLIPPING} if use_agc else set())))
+    return Part(chain(*changes), claims=frozenset({NORM_LAYERS, CONVOLUTIONS} | ({CLIPPING} if use_agc else set())))

@@ -9,6 +9,7 @@ from torch import Tensor
 from fednorm.errors import ConfigError
 from fednorm.method import Facts, Method, Part, Phase
 from fednorm.pieces.changes import policy_claims
+from fednorm.pieces.claims import SWITCH
 from fednorm.pieces.switches import after, when_settled
 from fednorm.registry import register
 from fednorm.state import Kind, Policy, Tree
@@ -60,6 +61,6 @@ def fixbn(
     claimed = ["statistic", "counter"] * statistics + ["affine"] * affine
     return Part(
         change,
-        claims=policy_claims(*claimed) | {"switch"},
+        claims=policy_claims(*claimed) | {SWITCH},
         acts_on=frozenset({Kind.STATISTIC} if statistics else {Kind.AFFINE}),
     )

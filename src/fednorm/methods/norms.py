@@ -6,11 +6,12 @@ from fednorm.layers.fixup import fixup_lr_factors
 from fednorm.layers.norm_free import feature_norm
 from fednorm.method import Part
 from fednorm.pieces.changes import chain, operate, scale_lr
+from fednorm.pieces.claims import CONVOLUTIONS, LAST_INPUT, NORM_LAYERS
 from fednorm.pieces.surgery import group_norm, instance_norm, layer_norm, layer_norm_pixel
 from fednorm.registry import register
 
-_NORM = frozenset({"choice:the norm layers"})
-_LAST_INPUT = frozenset({"choice:the last layer's input"})
+_NORM = frozenset({NORM_LAYERS})
+_LAST_INPUT = frozenset({LAST_INPUT})
 
 
 @register("gn", paper="Wu, He 2018, ECCV", summary="replace BatchNorm by GroupNorm with 2 groups")
@@ -45,7 +46,7 @@ def brn(r_max: float = 4.0, d_max: float = 6.0, warmup: float = 0.31, momentum: 
 )
 def fixup(scalar_lr: float = 0.1) -> Part:
     change = chain(operate(fixup_form), scale_lr(lambda model: fixup_lr_factors(model, scalar_lr)))
-    return Part(change, claims=_NORM | _LAST_INPUT | {"choice:the convolutions"})
+    return Part(change, claims=_NORM | _LAST_INPUT | {CONVOLUTIONS})
 
 
 _FN = "Zhang et al. 2024, TMLR; Kim et al. 2023 (FedFN)"

@@ -2,13 +2,14 @@
 
 from fednorm.method import Part
 from fednorm.pieces.changes import merge_by
+from fednorm.pieces.claims import MERGE_TRAINED
 from fednorm.pieces.merges import Merge, server_adam, server_momentum
 from fednorm.registry import register
 from fednorm.state import Kind
 
 
 def _on_trained(rule: Merge) -> Part:
-    return Part(merge_by(rule, Kind.WEIGHT, Kind.AFFINE), claims=frozenset({"merge:weights and affine"}))
+    return Part(merge_by(rule, Kind.WEIGHT, Kind.AFFINE), claims=frozenset({MERGE_TRAINED}))
 
 
 @register("fedavgm", paper="Hsu et al. 2019 (arXiv 1909.06335)", summary="momentum on the server's update")

@@ -8,11 +8,12 @@ from fednorm.layers.ws_conv import weight_standardise
 from fednorm.method import Method, Part, Phase
 from fednorm.methods.decoupled import two_exchanges
 from fednorm.pieces.changes import chain, keep, merge_by, operate, policy_claims
+from fednorm.pieces.claims import CONVOLUTIONS, FINISH, MERGE_STATISTICS, NORM_LAYERS, SWITCH
 from fednorm.pieces.merges import recorded_moments
 from fednorm.registry import register
 from fednorm.state import Kind
 
-_NORM = frozenset({"choice:the norm layers"})
+_NORM = frozenset({NORM_LAYERS})
 
 
 @register(
@@ -23,7 +24,7 @@ _NORM = frozenset({"choice:the norm layers"})
 )
 def fbn(ema: float = 0.1) -> Part:
     change = chain(operate(federated_batch_norm()), merge_by(recorded_moments(ema), Kind.STATISTIC))
-    return Part(change, claims=_NORM | policy_claims("statistic") | {"merge:statistics"})
+    return Part(change, claims=_NORM | policy_claims("statistic") | {MERGE_STATISTICS})
 
 
 @register(
@@ -41,7 +42,7 @@ def hbn(ema: float = 0.002) -> Part:
         return replace(method, stages=((_pooling(look, ema), train),), query=_whole(look))
 
     change = chain(operate(hybrid_batch_norm()), keep(extra="local"), statistics_first)
-    claims = policy_claims("statistic", "counter", "extra") | {"switch", "finish", "merge:statistics"}
+    claims = policy_claims("statistic", "counter", "extra") | {SWITCH, FINISH, MERGE_STATISTICS}
     return Part(change, claims=_NORM | claims)
 
 
@@ -62,4 +63,4 @@ def _whole(phase: Phase) -> Phase:
 )
 def fednn(groups: int = 2) -> Part:
     change = operate(weight_standardise("qiao"), adaptive_group_norm(groups))
-    return Part(change, claims=_NORM | {"choice:the convolutions"})
+    return Part(change, claims=_NORM | {CONVOLUTIONS})

@@ -7,12 +7,13 @@ from fednorm.layers.static_bn import static_batch_norm
 from fednorm.method import Change, Method, Newcomer, Part, Phase
 from fednorm.moments import moments_step
 from fednorm.pieces.changes import chain, keep, merge_by, operate, policy_claims, weigh_by
+from fednorm.pieces.claims import FINISH, MERGE_STATISTICS, NEWCOMERS, NORM_LAYERS, WEIGHTS
 from fednorm.pieces.merges import pooled as pooled_merge
 from fednorm.pieces.weights import Weigh, by_divergence, by_size, uniform
 from fednorm.registry import register
 from fednorm.state import Kind, Policy
 
-_MERGE = frozenset({"merge:statistics"})
+_MERGE = frozenset({MERGE_STATISTICS})
 _QUERY = dict.fromkeys(Kind, Policy.FROZEN) | {
     Kind.STATISTIC: Policy.SHARED,
     Kind.COUNTER: Policy.SHARED,
@@ -36,7 +37,7 @@ def feddna(q: Literal["divergence", "size", "uniform"] = "divergence", tau: floa
     change = weigh_by(weights[q], Kind.STATISTIC)
     if q == "divergence":
         change = chain(change, merge_by(pooled_merge, Kind.STATISTIC))
-    return Part(change, claims=_MERGE | {"weights"}, acts_on=frozenset({Kind.STATISTIC}))
+    return Part(change, claims=_MERGE | {WEIGHTS}, acts_on=frozenset({Kind.STATISTIC}))
 
 
 def query(mode: Literal["ema", "cumulative", "pooled"]) -> Phase:
@@ -64,7 +65,7 @@ def _finish_with(phase: Phase) -> Change:
 )
 def posthoc(mode: Literal["federated", "ema", "cumulative"] = "federated") -> Part:
     phase = query("pooled" if mode == "federated" else mode)
-    return Part(_finish_with(phase), claims=frozenset({"finish"}), acts_on=frozenset({Kind.STATISTIC}))
+    return Part(_finish_with(phase), claims=frozenset({FINISH}), acts_on=frozenset({Kind.STATISTIC}))
 
 
 @register(
@@ -77,7 +78,7 @@ def sbn(query_mode: Literal["pooled", "cumulative"] = "pooled") -> Part:
         return replace(method, query=query(query_mode))
 
     change = chain(operate(static_batch_norm()), keep(statistic="dropped", counter="dropped"), weigh_by(uniform), ask)
-    return Part(change, claims=policy_claims("statistic", "counter") | {"choice:the norm layers", "weights", "finish"})
+    return Part(change, claims=policy_claims("statistic", "counter") | {NORM_LAYERS, WEIGHTS, FINISH})
 
 
 @register(
@@ -102,6 +103,6 @@ def tsmobn(momentum: float = 0.1) -> Part:
 def _newcomer(rule: Newcomer) -> Part:
     return Part(
         lambda method: replace(method, newcomer=replace(rule, variance=method.newcomer.variance)),
-        claims=frozenset({"statistics of newcomers"}),
+        claims=frozenset({NEWCOMERS}),
         acts_on=frozenset({Kind.STATISTIC}),
     )
