@@ -15,7 +15,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,14 +25,12 @@ import torch
 from torch import nn
 
 from fednorm import models
+from fednorm.bench.machine import describe_machine
 from fednorm.errors import ConfigError
 from fednorm.pieces.fold import fold
 from fednorm.plan import find_device
 from fednorm.prepared import prepare
 from fednorm.registry import parse
-
-sys.path.insert(0, str(Path(__file__).parent))
-from machine import describe_machine  # beside this file, shared by all benchmarks
 
 RESULTS = Path(__file__).parent / "results"
 REFERENCE = "BN folded"

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
 from torch import nn
 
+from fednorm.bench.machine import describe_machine
 from fednorm.config import RunConfig, updated
 from fednorm.data.client_rows import ClientRows
 from fednorm.data.federation import Federation

@@ -209,11 +209,11 @@ def test_the_memory_of_a_server_optimizer_survives_a_resume(method: str, tmp_pat
     whole = tiny.play(tiny.plan(method))
     assert whole.merge_memory
     first = Store(tmp_path / "state.sqlite")
-    stopped = tiny.play(tiny.plan(method), first, rounds=2)
+    stopped = tiny.play(tiny.plan(method, engine__checkpoint_every=1), first, rounds=2)
     before = digest(stopped.merge_memory)
     first.close()
     again = Store(tmp_path / "state.sqlite")
-    resumed = Run(tiny.plan(method), again)
+    resumed = Run(tiny.plan(method, engine__checkpoint_every=1), again)
     assert digest(resumed.merge_memory) == before
     list(resumed.rounds())
     assert digest(resumed.server) == digest(whole.server)

@@ -86,7 +86,7 @@ def test_a_resumed_run_equals_one_in_a_go_and_keeps_its_engine(tmp_path: Path) -
     whole = tiny.play(tiny.plan("fedbn", engine__name="sequential"))
     plan = tiny.plan("fedbn", engine__name="workers")
     store = Store(tmp_path / "state")
-    tiny.play(plan, store, rounds=2)
+    tiny.play(plan, store, rounds=2).stop()
     gc.collect()  # the generator of rounds that was left is closed, and with it the workers
     assert multiprocessing.active_children() == []
     again = Run(plan, store)
@@ -259,22 +259,64 @@ def test_auto_measures_a_long_run_and_says_what_it_chose(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(choose, "STACK_STEPS", 1)
     monkeypatch.setattr("fednorm.engines.workers.usable_cores", lambda: 2)
-    reference = tiny.fingerprint(tiny.play(tiny.plan(rounds=20, engine__name="sequential")))
+    reference = tiny.play(tiny.plan(rounds=20, engine__name="sequential"))
     course = Run(tiny.plan(rounds=20), Store())
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"engine: {course.engine_name}")
-    assert all(name in line for name in ("sequential", "workers"))
+    assert all(name in line for name in ("sequential", "workers", "stacked"))
     assert course.store.facts()["engine"] == course.engine_name
+    list(course.rounds())
+    assert multiprocessing.active_children() == []
+    for key, value in reference.server.items():
+        torch.testing.assert_close(course.server[key], value, rtol=1e-10, atol=1e-10)
     if course.engine_name != "stacked":  # which agrees up to rounding
-        list(course.rounds())
-        assert tiny.fingerprint(course)["server"] == reference["server"]
+        assert tiny.fingerprint(course)["server"] == tiny.fingerprint(reference)["server"]
+
+
+class Choosy(nn.Module):
+    """A network that no stack can train: its control flow depends on its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny.conv_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x if float(x.sum()) > 0 else -x)
+
+
+def test_auto_leaves_out_a_stack_that_cannot_be_and_says_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(choose, "STACK_STEPS", 1)
+    name, _ = choose.make_engine(tiny.plan(rounds=60, model=Choosy(), engine__threads=1))
+    assert name == "sequential"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("engine: sequential: ")
+    assert "stacked" not in line
+
+
+def test_auto_takes_the_stack_only_by_a_clear_margin() -> None:
+    near, far = 0.99 / choose.MARGIN, 1.01 / choose.MARGIN
+    assert choose.pick({"sequential": 1.0, "workers": 2.0, "stacked": near}) == "stacked"
+    assert choose.pick({"sequential": 1.0, "workers": 2.0, "stacked": far}) == "sequential"
+    assert choose.pick({"sequential": 1.0, "workers": 0.9, "stacked": near}) == "workers"
+
+
+def test_auto_tries_no_stack_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(choose, "STACK_STEPS", 1)
+    monkeypatch.setattr(choose, "STACK_BYTES", 1000)
+    assert choose.make_engine(tiny.plan(rounds=60, engine__threads=1))[0] == "sequential"
 
 
 @pytest.mark.parametrize("changes", [{"engine__threads": 1}, {"engine__workers": 1}, {"clients_per_round": 1}])
 def test_auto_takes_no_cores_it_was_not_given(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
-    assert choose.make_engine(tiny.plan(rounds=60, **changes))[0] == "sequential"
+    assert choose.make_engine(tiny.plan(rounds=60, **changes))[0] != "workers"
+    assert multiprocessing.active_children() == []
 
 
 def test_a_run_that_goes_on_keeps_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fednorm.method import Phase
-from fednorm.pieces.merges import wide
+from fednorm.pieces.reductions import wide
 from fednorm.plan import Plan
 from fednorm.server import keys_with
 from fednorm.state import Entry, Kind, Policy, Tree

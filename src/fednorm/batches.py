@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fednorm import rng
-from fednorm.data.augment import augment, augment_with_mask
+from fednorm.data.augment import Augmentation, apply, draws
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.federation import Federation
 from fednorm.data.streams import Stream
@@ -76,7 +76,7 @@ class Batches:
         return Stream(self.seed, client, self.rows(client), size)
 
     def num_examples(self, client: int) -> int:
-        return len(self.stream(client).rows)
+        return self.stream(client).count
 
     def per_epoch(self, client: int) -> int:
         return self.stream(client).batches_per_epoch
@@ -88,13 +88,13 @@ class Batches:
 
     def sizes(self, clients: Sequence[int], ks: Sequence[int]) -> list[int]:
         """How many examples these batches have."""
-        return [len(self.stream(client).batch(k)) for client, k in zip(clients, ks, strict=True)]
+        return [self.stream(client).size(k) for client, k in zip(clients, ks, strict=True)]
 
     def stack(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Batches of equal size of several clients, stacked: one gather and one augmentation for all."""
         device = self.federation.x.device
         rows, keys = (part.to(device) for part in self.places(clients, ks))
-        return *self.gather(rows, keys), keys
+        return *self.gather(rows, self.draws(keys, rows.shape[-1])), keys
 
     def places(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(rows of the pool, keys) of these batches, on the host: all that tells one batch from another."""
@@ -102,17 +102,49 @@ class Batches:
         keys = torch.stack([rng.key(self.seed, "step", client, k) for client, k in zip(clients, ks, strict=True)])
         return rows, keys
 
-    def gather(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def span(self, clients: Sequence[int], firsts: Sequence[int], steps: int) -> tuple[Tensor, Tensor]:
+        """(rows, keys) of some batches in a row of equal size, (step, client, ...), on the host."""
+        self._draw_orders(clients, firsts)
+        each = zip(clients, firsts, strict=True)
+        rows = torch.stack([self.stream(client).span(first, steps).view(steps, -1) for client, first in each], 1)
+        ks = torch.tensor(firsts) + torch.arange(steps).unsqueeze(1)
+        return rows, rng.key(self.seed, "step", torch.tensor(clients), ks)
+
+    def _draw_orders(self, clients: Sequence[int], firsts: Sequence[int]) -> None:
+        """Draw the orders of the epochs that begin or go on here, for all clients of one size at once."""
+        wanting: dict[int, list[tuple[int, int]]] = {}
+        for client, first in zip(clients, firsts, strict=True):
+            stream = self.stream(client)
+            epoch = stream.lacks(first)
+            if epoch is not None:
+                wanting.setdefault(stream.count, []).append((client, epoch))
+        for count, some in wanting.items():
+            who, epochs = torch.tensor(some).T
+            orders = rng.permutations(rng.key(self.seed, "batch", who, epochs), count)
+            for (client, epoch), order in zip(some, orders, strict=True):
+                self.stream(client).prime(epoch, order.to(self.stream(client).rows.device))
+
+    @cached_property
+    def _chain(self) -> Augmentation:
+        return parse_augmentation(self.augmentation)
+
+    def draws(self, keys: Tensor, size: int) -> Tensor:
+        """The random numbers of the augmentation of batches of this size, (..., size, steps, 2), for keys (...)."""
+        if not self._chain.steps:
+            return torch.zeros(*keys.shape, size, 0, 2, dtype=torch.int64, device=keys.device)
+        shape = (size, *self.federation.x.shape[-2:])
+        own = rng.key(keys, "augment").flatten()
+        return torch.vmap(lambda key: draws(key, shape, self._chain))(own).unflatten(0, keys.shape)
+
+    def gather(self, rows: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """(x, y) of stacked batches, with nothing but work on the device, so that a CUDA graph can hold it."""
         x, y = self.federation.x[rows], self.federation.y[rows]
-        plan = parse_augmentation(self.augmentation)
-        if plan.steps:
-            draws = rng.key(keys, "augment")
+        if self._chain.steps:
             if y.dim() > 2:
                 fill = self.federation.ignore_index
-                x, y = torch.vmap(lambda x, y, key: augment_with_mask(x, y, key, plan, fill))(x, y, draws)
+                x, y = torch.vmap(lambda x, y, drawn: apply(x, y, drawn, self._chain, fill))(x, y, drawn)
             else:
-                x = torch.vmap(lambda x, key: augment(x, key, plan))(x, draws)
+                x = torch.vmap(lambda x, drawn: apply(x, None, drawn, self._chain)[0])(x, drawn)
         return self.inputs(x), y
 
     def inputs(self, raw: Tensor) -> Tensor:

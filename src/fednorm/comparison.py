@@ -22,6 +22,7 @@ from fednorm.plan import make_plan
 from fednorm.registry import parse
 from fednorm.results import Result
 from fednorm.runs import Given, Interrupted, describe, orderly_stop, resume_folder
+from fednorm.world import refuse_ranks
 
 OnEvent = Callable[[str, int, Row], None]
 """(method, seed, row) after every round of every run."""
@@ -50,6 +51,7 @@ def compare(
 
     `jobs` processes work at a time, on one CPU thread each.
     """
+    refuse_ranks("a comparison")
     config = config or RunConfig()
     if jobs > 1:
         config = updated(config, {"engine.threads": 1})
@@ -66,6 +68,7 @@ def compare(
 
 def resume_comparison(folder: RunFolder, *, jobs: int = 1, on_event: OnEvent | None = None) -> Result:
     """Play what is left of a comparison and write its joint result."""
+    refuse_ranks("a comparison")
     stored = read_json(folder.config)
     with folder.locked():
         cells = _cells(stored, folder)

@@ -98,8 +98,8 @@ class EngineConfig:
     """processes of the workers engine; 0: one per core"""
     quorum: float | None = None
     """go on without clients whose update is refused while this share remains; default: stop at the first"""
-    checkpoint_every: int = 1
-    """rounds between two checkpoints"""
+    checkpoint_every: int | None = None
+    """rounds between two checkpoints; none: every 2 seconds, so after every round that takes longer"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,11 @@ They follow torch.optim's SGD and Adam to the formula, so that a user's own loop
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fednorm.errors import unknown
 from fednorm.state import Entry, Kind, Tree
@@ -78,6 +79,52 @@ def _adam(
         new_params[key] = value - step_size * first / (torch.sqrt(second) / torch.sqrt(1 - beta2**count) + 1e-8)
         new_buffers |= dict(zip(names, (first, second, count), strict=True))
     return new_params, buffers | new_buffers
+
+
+def joined(optimizer: Optimizer, channels_last: bool = False) -> Optimizer:
+    """The same optimizer for all parameters at once: those with one rate and decay are one long vector to it.
+
+    Updates work element by element, so nothing changes but the number of calls. With `channels_last`, filters are
+    joined as they lie in memory.
+    """
+
+    def row(value: Tensor) -> Tensor:
+        return (value.permute(0, 2, 3, 1) if channels_last and value.dim() == 4 else value).reshape(-1)
+
+    def unrow(part: Tensor, like: Tensor) -> Tensor:
+        if not (channels_last and like.dim() == 4):
+            return part.reshape(like.shape)
+        outs, ins, height, width = like.shape
+        return part.reshape(outs, height, width, ins).permute(0, 3, 1, 2)
+
+    def update(
+        params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors, spared: Keys = frozenset()
+    ) -> tuple[Tree, Tree]:
+        alike: dict[tuple[float | None, bool, torch.dtype], list[str]] = {}
+        for key, value in params.items():
+            alike.setdefault((factors.get(key), key in spared, value.dtype), []).append(key)
+        new_params, new_buffers = {}, dict(buffers)
+        for (factor, bare, _), keys in alike.items():
+            name, sizes = keys[0], [params[key].numel() for key in keys]
+            slots = {
+                part: [slot(part, key) for key in keys] for part in optimizer.buffers if slot(part, name) in buffers
+            }
+            moved, kept = optimizer.update(
+                {name: torch.cat([row(params[key]) for key in keys])},
+                {name: torch.cat([row(grads[key]) for key in keys])},
+                {slots[part][0]: torch.cat([row(buffers[key]) for key in slots[part]]) for part in slots},
+                numbers,
+                {} if factor is None else {name: factor},
+                frozenset({name}) if bare else frozenset(),
+            )
+            pieces = zip(keys, moved[name].split(sizes), strict=True)
+            new_params |= {key: unrow(piece, params[key]) for key, piece in pieces}
+            for names in slots.values():
+                pieces = zip(keys, names, kept[names[0]].split(sizes), strict=True)
+                new_buffers |= {place: unrow(piece, params[key]) for key, place, piece in pieces}
+        return {key: new_params[key] for key in params}, new_buffers
+
+    return replace(optimizer, update=update)
 
 
 SGD = Optimizer("sgd", (), _sgd)

@@ -96,6 +96,17 @@ def permutation(key: Tensor, count: int) -> Tensor:
     return torch.argsort(bits(key, (count,)), stable=True)
 
 
+def permutations(keys: Tensor, count: int) -> Tensor:
+    """Random orders of 0..count-1, (keys, count): the `permutation` of each key.
+
+    >>> torch.equal(permutations(key(7, torch.arange(2)), 5)[1], permutation(key(7, 1), 5))
+    True
+    """
+    counter = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device) * _GOLDEN
+    own = keys.unsqueeze(1)
+    return torch.argsort(_scramble(_scramble(counter + own) ^ own), dim=1, stable=True)
+
+
 def subset(key: Tensor, count: int, size: int) -> list[int]:
     """`size` different numbers of 0..count-1, ascending, every set equally likely; the work grows with `size` alone.
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from fednorm.config import RunConfig, all_fields, differences, from_dict, to_dict, updated
 from fednorm.data.federation import Examples, Federation, from_clients
+from fednorm.engines.ranks import join
 from fednorm.engines.rounds import Row, Run
 from fednorm.errors import CheckpointError, ConfigError, unknown
 from fednorm.evaluate import global_model
@@ -95,8 +96,9 @@ def run(
         config = updated(config, {"method": given.method.name})
     if federation is not None:
         config = updated(config, {"data.name": federation.name, "data.clients": len(federation.clients)})
+    ranks = join(config.engine.device)
     plan = make_plan(config, model=given.model, federation=federation, method=given.method)
-    if out is None:
+    if out is None or not ranks.first:
         return Result((play(plan, Store(), None, on_round),))
     folder = RunFolder(Path(out))
     if not (resume and folder.config.exists()):
@@ -141,8 +143,11 @@ def resume_folder(
             f"'{folder.path}' was started from Python with its own {', '.join(stored['given'])}; "
             f"continue it with fednorm.run(..., out='{folder.path}', resume=True)"
         )
+    config = plan.config if plan else read_config(folder)[0]
+    if not join(config.engine.device).first:
+        return Result((play(plan or make_plan(config), Store(), None, None),))
     with folder.locked():
-        plan = plan or make_plan(read_config(folder)[0])
+        plan = plan or make_plan(config)
         store = Store(folder.state)
         try:
             summary = play(plan, store, folder, on_round)
@@ -152,21 +157,34 @@ def resume_folder(
 
 
 def play(plan: Plan, store: Store, folder: RunFolder | None, on_round: OnRound | None) -> dict[str, Any]:
-    """Play a plan to its end and summarise it; an interruption leaves the last finished round behind."""
+    """Play a plan to its end and summarise it; an interruption leaves the last finished round behind.
+
+    Of several ranks the first has the folder and tells `on_round`; all return its summary.
+    """
+    ranks = join(plan.config.engine.device)
     with threads_of(plan):
-        course = Run(plan, store)
+        course = Run(plan, store, ranks)
         metrics = folder.rewrite_metrics(store.rows()) if folder else nullcontext()
         with metrics as file, orderly_stop() as stopped:
             for row in course.rounds():
                 if file is not None:
                     file.write(json.dumps(row) + "\n")
-                if on_round:
+                if on_round and ranks.first:
                     on_round(plan, row)
-                if stopped() and course.round < plan.config.rounds:
+                signalled = max(ranks.tell_all(stopped))
+                if signalled and course.round < plan.config.rounds:
                     course.stop()
-                    raise Interrupted(stopped())
-    summary = summarise(
-        list(store.rows()),
+                    raise Interrupted(signalled)
+    summary = ranks.tell_first(lambda: _summary(plan, course))
+    if folder:
+        save_model(plan, course, folder.model)
+        write_json(folder.result, Result((summary,)).to_json())
+    return summary
+
+
+def _summary(plan: Plan, course: Run) -> dict[str, Any]:
+    return summarise(
+        list(course.store.rows()),
         method=plan.method.name,
         seed=plan.config.seed,
         rounds=plan.config.rounds,
@@ -174,10 +192,6 @@ def play(plan: Plan, store: Store, folder: RunFolder | None, on_round: OnRound |
         digest=digest(course.server),
         notes=plan.prepared.notes,
     )
-    if folder:
-        save_model(plan, course, folder.model)
-        write_json(folder.result, Result((summary,)).to_json())
-    return summary
 
 
 def save_model(plan: Plan, course: Run, path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from fednorm.errors import ConfigError
 from fednorm.method import Phase
-from fednorm.pieces.weights import Report
+from fednorm.pieces.reductions import cohort
+from fednorm.pieces.weights import Report, Reports
 from fednorm.state import Entry, Kind, Policy, Tree
 
 Schema = Mapping[str, tuple[Entry, Policy]]
@@ -81,35 +84,139 @@ def _is_healthy(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def merge_updates(
-    phase: Phase, server: Tree, updates: Sequence[Update], schema: Schema, memory: Tree
+    phase: Phase,
+    server: Tree,
+    updates: Sequence[Update],
+    schema: Schema,
+    memory: Tree,
+    reports: Sequence[Report] | None = None,
 ) -> tuple[Tree, Tree]:
-    """The server's next state and memory: shared entries merged a layer and a kind at a time, all others kept.
+    """The server's next state and memory: shared entries merged by their kinds' rules, all others kept.
 
-    Updates are sorted by client id first, so their order of arrival cannot change a bit.
+    Updates are sorted by client id first, so their order of arrival cannot change a bit. `reports` are those of the
+    whole cohort, where the updates are only a part of its (`reductions.Cohort`).
     """
-    if not updates:
+    reports = [update.report for update in updates] if reports is None else reports
+    if not reports:
         raise ConfigError("there are no updates to merge; at least one client must take part")
     updates = sorted(updates, key=lambda update: update.client)
-    reports = [update.report for update in updates]
-    groups: dict[Kind, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+    keys = keys_with(schema, Policy.SHARED)
+    device = (updates[0].shared if updates else server)[keys[0]].device if keys else torch.device("cpu")
+
+    def stacked(key: str) -> Tensor:
+        if updates:
+            return torch.stack([update.shared[key] for update in updates])
+        return server[key].new_empty(0, *server[key].shape)
+
+    vectors = Reports.of(sorted(reports, key=lambda report: report.client), device)
+    merged, remembered = merge_stack(phase, server, _Lazy(keys, stacked), vectors, schema, memory)
+    return _apart(merged, server), _apart(remembered, memory)
+
+
+def merge_stack(
+    phase: Phase, server: Tree, shared: Mapping[str, Tensor], reports: Reports, schema: Schema, memory: Tree
+) -> tuple[Tree, Tree]:
+    """`merge_updates` of a stack: `shared` has a leading client axis, ascending by client id, and so have the reports.
+
+    No value is asked from the device, and all of it maps over runs (`torch.vmap`). New tensors are views into longer
+    ones: what one rule merges together lies together.
+    """
+    merged, remembered = dict(server), dict(memory)
+    kinds: dict[Kind, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for key in keys_with(schema, Policy.SHARED):
         entry = schema[key][0]
-        groups[entry.kind][entry.layer].append(entry)
+        kinds[entry.kind][entry.layer].append(entry)
+    held, whole = _by_place(memory), cohort()
+    for kind, layers in kinds.items():
+        sent = _Lazy(layers, lambda layer, of=layers: {e.part: whole.gathered(shared[e.key]) for e in of[layer]})
+        weights = whole.own(phase.weigh[kind](reports, sent))
+        places = {layer: f"{phase.name}|{layer}|{kind}" for layer in layers}
+        for group in _alike(layers, {layer: held[place] for layer, place in places.items()}):
+            parts = _parts([layers[layer] for layer in group])
+            mine = [held[places[layer]] for layer in group]
+            old = {part: _joined([server[entry.key] for entry in entries], 0) for part, entries in parts.items()}
+            stack = {part: _joined([shared[entry.key] for entry in entries], 1) for part, entries in parts.items()}
+            known = {
+                name: _joined([each[name] for each in mine], 0) if _part_of(name) in parts else value
+                for name, value in mine[0].items()
+            }
+            new, left = phase.merge[kind](old, stack, weights, known)
+            for part, entries in parts.items():
+                pieces = new[part].split([entry.size for entry in entries])
+                merged |= {e.key: piece.reshape(e.shape) for e, piece in zip(entries, pieces, strict=True)}
+            for name, value in left.items():
+                entries = parts.get(_part_of(name))
+                pieces = value.split([entry.size for entry in entries]) if entries else [value] * len(group)
+                for layer, piece in zip(group, pieces, strict=True):
+                    remembered[f"{places[layer]}|{name}"] = piece
+    return merged, remembered
+
+
+GROUP_SIZE = 1 << 20
+"""Elements of one client that are stacked at a time, unless one layer alone has more: a bound on memory."""
+
+
+def _alike(layers: Mapping[str, list[Entry]], memory: Mapping[str, Tree]) -> list[list[str]]:
+    """Layers that one call of a rule can merge: same parts, types and names of memory, and no more than fit."""
+    groups: list[list[str]] = []
+    room: dict[Hashable, tuple[list[str], int]] = {}
+    for layer, entries in layers.items():
+        look = (tuple((entry.part, entry.dtype) for entry in entries), tuple(sorted(memory[layer])))
+        size = sum(entry.size for entry in entries)
+        group, used = room.get(look, ([], GROUP_SIZE))
+        if used + size > GROUP_SIZE:
+            group, used = [], 0
+            groups.append(group)
+        group.append(layer)
+        room[look] = group, used + size
+    return groups
+
+
+def _parts(layers: Sequence[list[Entry]]) -> dict[str, list[Entry]]:
+    """The entries of layers alike by part, in the order of the layers."""
+    return {entry.part: [layer[place] for layer in layers] for place, entry in enumerate(layers[0])}
+
+
+def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    """Tensors flattened from an axis on and laid end to end along it."""
+    flat = [tensor.unsqueeze(-1).flatten(axis) for tensor in tensors]
+    return torch.cat(flat, axis) if len(flat) > 1 else flat[0]
+
+
+def _part_of(name: str) -> str:
+    """The part whose elements a piece of memory goes with, as its name tells (`Merge`)."""
+    return name.partition(".")[0]
+
+
+def _by_place(memory: Tree) -> Mapping[str, Tree]:
+    """What rules remember, by phase, layer and kind, then by the rule's own name for it."""
     held: dict[str, Tree] = defaultdict(dict)
     for key, value in memory.items():
         place, _, name = key.rpartition("|")
         held[place][name] = value
-    merged, remembered = dict(server), dict(memory)
-    for kind, layers in groups.items():
-        sent = [
-            {name: {entry.part: update.shared[entry.key] for entry in group} for name, group in layers.items()}
-            for update in updates
-        ]
-        weights = phase.weigh[kind](reports, sent)
-        for name, group in layers.items():
-            old = {entry.part: server[entry.key] for entry in group}
-            place = f"{phase.name}|{name}|{kind}"
-            new, mine = phase.merge[kind](old, [each[name] for each in sent], weights, held[place])
-            merged |= {entry.key: new[entry.part] for entry in group}
-            remembered |= {f"{place}|{key}": value for key, value in mine.items()}
-    return merged, remembered
+    return held
+
+
+def _apart(tree: Tree, before: Tree) -> Tree:
+    """The tree with its new tensors in storage of their own: a view's odd address would change how products round."""
+    return {key: value if before.get(key) is value else value.clone() for key, value in tree.items()}
+
+
+T = TypeVar("T")
+
+
+class _Lazy(Mapping[str, T]):
+    """A mapping that makes its values when they are asked for, so that no more than those are held."""
+
+    def __init__(self, keys: Iterable[str], make: Callable[[str], T]) -> None:
+        self._keys = list(keys)
+        self._make = make
+
+    def __getitem__(self, key: str) -> T:
+        return self._make(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)

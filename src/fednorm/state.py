@@ -7,6 +7,7 @@ Names lie: torchvision calls a BatchNorm `downsample.1`, MobileNet numbers its l
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -60,11 +61,12 @@ class Entry:
     """True in layers that normalise with statistics of the batch: only their affine is what FedBN keeps local."""
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return self.size * self.dtype.itemsize
 
 
 _RUNNING = {"running_mean": Kind.STATISTIC, "running_var": Kind.STATISTIC, "num_batches_tracked": Kind.COUNTER}

@@ -129,6 +129,10 @@ class Store:
         self._changed[client] = state
         self._forget(client)
 
+    def changed(self) -> dict[int, ClientState]:
+        """The states that were put since the last commit."""
+        return dict(self._changed)
+
     def seen(self) -> list[int]:
         """Ids of all clients that have state, ascending."""
         with _readable(self._name):

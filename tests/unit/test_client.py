@@ -171,5 +171,6 @@ def test_a_held_affine_is_not_trained() -> None:
     initial = made.initial()
     affine = [entry.key for entry in made.prepared.entries if entry.kind is Kind.AFFINE]
     assert affine
-    assert all(torch.equal(run.server[key], initial[key]) for key in affine)
+    # Equal to what the mean of equal numbers leaves of their last bit.
+    assert all(torch.allclose(run.server[key], initial[key], rtol=1e-14, atol=0) for key in affine)
     assert all(not torch.equal(run.server[e.key], initial[e.key]) for e in made.prepared.trained(made.phases[0]))

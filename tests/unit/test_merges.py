@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednorm.pieces.merges import maximum, mean, weighted_sum
-from fednorm.pieces.weights import Report, by_size, loss_summary, normalised, uniform
+from fednorm.pieces.merges import maximum, mean
+from fednorm.pieces.reductions import fold, weighted_sum
+from fednorm.pieces.weights import Report, Reports, by_size, loss_summary, normalised, uniform
 
 NUMBERS = st.floats(-1e6, 1e6, width=32)
 SIZES = st.lists(st.integers(1, 10**6), min_size=1, max_size=8)
 
 
+def of_sizes(sizes: Iterable[int]) -> Reports:
+    return Reports.of([Report(client, size) for client, size in enumerate(sizes)])
+
+
+def shares(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def test_three_clients_worked_by_hand() -> None:
-    updates = [{"weight": torch.tensor([value, 1.0])} for value in (1.0, 2.0, 7.0)]
-    weights = by_size([Report(client, size) for client, size in enumerate((1, 2, 1))])
-    merged, memory = mean({"weight": torch.zeros(2)}, updates, weights, {})
+    clients = {"weight": torch.tensor([[value, 1.0] for value in (1.0, 2.0, 7.0)])}
+    merged, memory = mean({"weight": torch.zeros(2)}, clients, by_size(of_sizes((1, 2, 1))), {})
     assert merged["weight"].tolist() == [0.25 * 1 + 0.5 * 2 + 0.25 * 7, 1.0]
     assert merged["weight"].dtype == torch.float32
     assert memory == {}
@@ -28,51 +36,70 @@ def test_three_clients_worked_by_hand() -> None:
 
 @given(SIZES, st.lists(NUMBERS, min_size=1, max_size=5))
 def test_copies_of_one_model_merge_to_it(sizes: list[int], values: list[float]) -> None:
-    weights = by_size([Report(client, size) for client, size in enumerate(sizes)])
-    single = {"weight": torch.tensor(values, dtype=torch.float32)}
-    assert torch.equal(mean(single, [single] * len(sizes), weights, {})[0]["weight"], single["weight"])
-    double = {"weight": torch.tensor(values, dtype=torch.float64)}
-    merged = mean(double, [double] * len(sizes), weights, {})[0]["weight"]
-    assert torch.allclose(merged, double["weight"], rtol=len(sizes) * 2.0**-52, atol=0)
+    weights = by_size(of_sizes(sizes))
+
+    def merged(own: torch.Tensor) -> torch.Tensor:
+        return mean({"weight": own}, {"weight": own.expand(len(sizes), -1)}, weights, {})[0]["weight"]
+
+    single, double = torch.tensor(values, dtype=torch.float32), torch.tensor(values, dtype=torch.float64)
+    assert torch.equal(merged(single), single)
+    assert torch.allclose(merged(double), double, rtol=len(sizes) * 2.0**-52, atol=0)
 
 
 @given(SIZES)
 def test_weights_sum_to_one(sizes: list[int]) -> None:
-    reports = [Report(client, size) for client, size in enumerate(sizes)]
     for weigh in (by_size, uniform):
-        weights = weigh(reports)
-        assert all(weight > 0 for weight in weights)
-        assert math.fsum(weights) == pytest.approx(1, abs=1e-15 * len(sizes))
-    assert by_size([Report(0, 3), Report(1, 3)]) == uniform([Report(0, 1), Report(1, 2)])
+        weights = weigh(of_sizes(sizes))
+        assert (weights.shape, weights.dtype) == ((len(sizes),), torch.float64)
+        assert bool((weights > 0).all())
+        assert math.fsum(weights.tolist()) == pytest.approx(1, abs=1e-15 * len(sizes))
+    assert torch.equal(by_size(of_sizes((3, 3))), uniform(of_sizes((1, 2))))
 
 
 @given(st.lists(st.tuples(NUMBERS, st.floats(0.01, 1)), min_size=1, max_size=6))
 def test_the_mean_lies_between_the_smallest_and_the_largest(pairs: list[tuple[float, float]]) -> None:
-    values, shares = zip(*pairs, strict=True)
-    total = weighted_sum([torch.tensor([v]) for v in values], normalised(shares))
+    values, weights = zip(*pairs, strict=True)
+    total = weighted_sum(torch.tensor(values)[:, None], normalised(shares(weights)))
     slack = 1e-12 * max(1.0, *map(abs, values))
     assert min(values) - slack <= float(total) <= max(values) + slack
 
 
 def test_sums_are_kept_in_float64() -> None:
-    tiny = [torch.tensor([1.0]), torch.tensor([1e-10])]
-    assert weighted_sum(tiny, [1.0, 1.0]).item() == 1.0 + float(torch.tensor(1e-10))
+    tiny = torch.tensor([[1.0], [1e-10]])
+    assert weighted_sum(tiny, shares([1.0, 1.0])).item() == 1.0 + float(torch.tensor(1e-10))
     assert tiny[0].item() == 1.0
 
 
+@given(st.lists(NUMBERS, min_size=1, max_size=9), st.integers(1, 70))
+def test_sums_go_left_to_right_whatever_the_length(values: list[float], length: int) -> None:
+    weights = normalised(shares([1.0 + place for place in range(len(values))]))
+    expected = 0.0
+    for value, weight in zip(values, weights.tolist(), strict=True):
+        expected = expected + value * weight
+    total = weighted_sum(torch.tensor(values)[:, None].expand(-1, length), weights)
+    assert total.tolist() == [expected] * length
+
+
+@given(st.lists(NUMBERS, min_size=2, max_size=9), st.data())
+def test_a_sum_in_two_parts_has_the_bits_of_one(values: list[float], data: st.DataObject) -> None:
+    stack, weights = torch.tensor(values)[:, None], normalised(shares([1.0 + place for place in range(len(values))]))
+    cut = data.draw(st.integers(1, len(values) - 1))
+    first = fold(stack[:cut], weights[:cut])
+    assert torch.equal(fold(stack[cut:], weights[cut:], onto=first), weighted_sum(stack, weights))
+
+
 def test_weighted_sums_leave_their_inputs_alone() -> None:
-    wide = torch.ones(2, dtype=torch.float64)
-    weighted_sum([wide, wide], [0.5, 3.0])
-    assert wide.tolist() == [1.0, 1.0]
+    wide = torch.ones(2, 2, dtype=torch.float64)
+    weighted_sum(wide, shares([0.5, 3.0]))
+    assert wide.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 @given(st.lists(st.integers(0, 2**53 + 5), min_size=1, max_size=5), st.randoms())
 def test_counters_merge_by_maximum_and_stay_integers(counts: list[int], random) -> None:
-    updates = [{"num_batches_tracked": torch.tensor(count)} for count in counts]
-    shuffled = random.sample(updates, len(updates))
-    weights: Sequence[float] = uniform([Report(c, 1) for c in range(len(counts))])
-    for order in (updates, shuffled):
-        merged = maximum(updates[0], order, weights, {})[0]["num_batches_tracked"]
+    old = {"num_batches_tracked": torch.tensor(0)}
+    for order in (counts, random.sample(counts, len(counts))):
+        clients = {"num_batches_tracked": torch.tensor(order)}
+        merged = maximum(old, clients, uniform(of_sizes(counts)), {})[0]["num_batches_tracked"]
         assert (int(merged), merged.dtype) == (max(counts), torch.int64)
 
 

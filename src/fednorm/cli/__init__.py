@@ -7,12 +7,15 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from typing import TextIO
 
 import typer
 
-from fednorm.cli import catalogue, compare, data, demo, doctor, export, inspect, resume, run
+from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, resume, run
 from fednorm.cli.output import Stopped, complain
 from fednorm.errors import FednormError
+from fednorm.world import is_first
 
 __all__ = ["app", "main"]
 
@@ -34,6 +37,7 @@ for name, verb in {
     "models": catalogue.models,
     "datasets": catalogue.datasets,
     "doctor": doctor.doctor,
+    "bench": bench.bench,
 }.items():
     app.command(name)(verb)
 app.add_typer(data.app, name="data")
@@ -58,7 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def exit_code(arguments: Sequence[str]) -> int:
-    """Run a command line; whatever goes wrong becomes one line on stderr and a number."""
+    """Run a command line; whatever goes wrong becomes one line on stderr and a number.
+
+    Of the processes that torchrun started the first speaks for all; of the others only a bug is heard.
+    """
+    if is_first():
+        return _exit_code(arguments, sys.stderr)
+    loud = sys.stderr
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        return _exit_code(arguments, loud)
+
+
+def _exit_code(arguments: Sequence[str], loud: TextIO) -> int:
     command = typer.main.get_command(app)
     try:
         done = command.main(args=list(arguments) or ["--help"], prog_name="fednorm", standalone_mode=False)
@@ -79,8 +94,11 @@ def exit_code(arguments: Sequence[str]) -> int:
         if isinstance(error, UsageError):
             complain(f"{error.format_message().rstrip('.')} (see `{_help_of(error)}`)")  # pyright: ignore[reportAttributeAccessIssue]
             return 2
-        traceback.print_exc()
-        complain("this is a bug in fednorm; please report it with the lines above and the output of `fednorm doctor`")
+        with redirect_stderr(loud):
+            traceback.print_exc()
+            complain(
+                "this is a bug in fednorm; please report it with the lines above and the output of `fednorm doctor`"
+            )
         return 1
     return done if isinstance(done, int) else 0
 

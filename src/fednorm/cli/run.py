@@ -8,7 +8,10 @@ from fednorm.cli.settings import Request
 
 @takes_request(METHOD)
 def run(request: Request) -> None:
-    """Play one method; with several seeds, once for each."""
+    """Play one method; with several seeds, once for each.
+
+    Under torchrun (`torchrun --nproc_per_node=2 -m fednorm run ...`) the clients are split over its processes.
+    """
     from fednorm.cli.dry import print_preview
     from fednorm.cli.play import play_comparison, play_run
 

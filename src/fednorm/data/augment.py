@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,21 +20,29 @@ from fednorm.errors import ConfigError, unknown
 
 Coordinates = tuple[Tensor, Tensor]
 """Source rows and columns, broadcastable to (B, H, W)."""
-MapBack = Callable[[Coordinates, Tensor, int, int, int, float], Coordinates]
-"""(coordinates in the output, key, batch, height and width of the input, parameter) -> coordinates in the input."""
+Draw = Callable[[Tensor, int, int, int, float], Tensor]
+"""(key, batch, height and width of the input, parameter) -> two whole numbers for each image, (batch, 2)."""
+MapBack = Callable[[Coordinates, Coordinates, int, int, float], Coordinates]
+"""(coordinates in the output, drawn numbers, height and width of the input, parameter) -> coordinates in the input."""
 
 _ANGLES = 4096
 _FRACTION = 16
 
 
-def _crop(at: Coordinates, key: Tensor, batch: int, height: int, width: int, pad: float) -> Coordinates:
-    shift = rng.integers(key, 2 * int(pad) + 1, (2, batch, 1, 1)) - int(pad)
-    return at[0] + shift[0], at[1] + shift[1]
+def _draw_crop(key: Tensor, batch: int, height: int, width: int, pad: float) -> Tensor:
+    return (rng.integers(key, 2 * int(pad) + 1, (2, batch)) - int(pad)).T
 
 
-def _flip(at: Coordinates, key: Tensor, batch: int, height: int, width: int, chance: float) -> Coordinates:
-    turned = rng.uniform(key, (batch, 1, 1)) < chance
-    return at[0], torch.where(turned, width - 1 - at[1], at[1])
+def _shift(at: Coordinates, drawn: Coordinates, height: int, width: int, _: float) -> Coordinates:
+    return at[0] + drawn[0], at[1] + drawn[1]
+
+
+def _draw_flip(key: Tensor, batch: int, height: int, width: int, chance: float) -> Tensor:
+    return (rng.uniform(key, (batch, 1)) < chance).to(torch.int64).expand(batch, 2)
+
+
+def _flip(at: Coordinates, drawn: Coordinates, height: int, width: int, _: float) -> Coordinates:
+    return at[0], torch.where(drawn[0] > 0, width - 1 - at[1], at[1])
 
 
 @lru_cache(maxsize=8)
@@ -45,24 +53,28 @@ def _turns(degrees: float) -> tuple[tuple[int, int], ...]:
     return tuple((round(one * math.cos(angle)), round(one * math.sin(angle))) for angle in angles)
 
 
-def _rotate(at: Coordinates, key: Tensor, batch: int, height: int, width: int, degrees: float) -> Coordinates:
+def _draw_rotation(key: Tensor, batch: int, height: int, width: int, degrees: float) -> Tensor:
     table = torch.tensor(_turns(degrees), device=key.device)
-    turn = table[rng.integers(key, _ANGLES, (batch,))][:, :, None, None]
-    cos, sin = turn[:, 0], turn[:, 1]
+    return table[rng.integers(key, _ANGLES, (batch,))]
+
+
+def _rotate(at: Coordinates, drawn: Coordinates, height: int, width: int, _: float) -> Coordinates:
+    cos, sin = drawn
     # Twice the distance from the centre, so that the centre of an even image is a whole number too.
     dy, dx = 2 * at[0] - (height - 1), 2 * at[1] - (width - 1)
     y, x = cos * dy - sin * dx, sin * dy + cos * dx
     return tuple((value + (size << _FRACTION)) >> (_FRACTION + 1) for value, size in ((y, height), (x, width)))  # type: ignore[return-value]
 
 
-def _window(at: Coordinates, key: Tensor, batch: int, height: int, width: int, size: float) -> Coordinates:
-    rows = rng.integers(rng.key(key, 0), max(height - int(size), 0) + 1, (batch, 1, 1))
-    columns = rng.integers(rng.key(key, 1), max(width - int(size), 0) + 1, (batch, 1, 1))
-    return at[0] + rows, at[1] + columns
+def _draw_window(key: Tensor, batch: int, height: int, width: int, size: float) -> Tensor:
+    rows = rng.integers(rng.key(key, 0), max(height - int(size), 0) + 1, (batch,))
+    columns = rng.integers(rng.key(key, 1), max(width - int(size), 0) + 1, (batch,))
+    return torch.stack([rows, columns], 1)
 
 
 @dataclass(frozen=True)
 class _Kind:
+    draw: Draw
     map_back: MapBack
     parameter: str
     default: float | None
@@ -72,10 +84,10 @@ class _Kind:
 
 
 OPERATIONS: dict[str, _Kind] = {
-    "crop": _Kind(_crop, "pixels", None, 1, 512, "pad with black by some pixels, then cut the old size at random"),
-    "flip": _Kind(_flip, "chance", 0.5, 0, 1, "mirror left and right"),
-    "rotate": _Kind(_rotate, "degrees", 30, 0, 180, "turn by up to so many degrees, nearest pixel"),
-    "window": _Kind(_window, "size", None, 1, 65536, "cut a square of this size at random"),
+    "crop": _Kind(_draw_crop, _shift, "pixels", None, 1, 512, "pad with black, then cut the old size at random"),
+    "flip": _Kind(_draw_flip, _flip, "chance", 0.5, 0, 1, "mirror left and right"),
+    "rotate": _Kind(_draw_rotation, _rotate, "degrees", 30, 0, 180, "turn by up to so many degrees, nearest pixel"),
+    "window": _Kind(_draw_window, _shift, "size", None, 1, 65536, "cut a square of this size at random"),
 }
 
 
@@ -136,14 +148,16 @@ def augment(x: Tensor, key: Tensor, spec: str | Augmentation) -> Tensor:
     >>> augment(x, rng.key(0), "flip(1)").flatten().tolist()
     [1, 0, 3, 2, 5, 4, 7, 6]
     """
-    return _gather(x, None, key, parse(spec), 0)[0]
+    chain = parse(spec)
+    return apply(x, None, draws(key.to(x.device), x.shape, chain), chain)[0] if chain.steps else x
 
 
 def augment_with_mask(
     x: Tensor, mask: Tensor, key: Tensor, spec: str | Augmentation, mask_fill: int = 255
 ) -> tuple[Tensor, Tensor]:
     """Augment images (B, C, H, W) and their masks (B, H, W) alike."""
-    return _gather(x, mask, key, parse(spec), mask_fill)
+    chain = parse(spec)
+    return apply(x, mask, draws(key.to(x.device), x.shape, chain), chain, mask_fill) if chain.steps else (x, mask)
 
 
 def _sizes(chain: Augmentation, height: int, width: int) -> list[tuple[int, int]]:
@@ -154,12 +168,23 @@ def _sizes(chain: Augmentation, height: int, width: int) -> list[tuple[int, int]
     return sizes
 
 
-def _gather(x: Tensor, mask: Tensor | None, key: Tensor, chain: Augmentation, mask_fill: int) -> tuple[Tensor, Tensor]:
+def draws(key: Tensor, shape: Sequence[int], chain: Augmentation) -> Tensor:
+    """All that is random about the augmentation of a batch of this shape: two whole numbers a step, (B, steps, 2)."""
+    batch, height, width = shape[0], shape[-2], shape[-1]
+    sizes = _sizes(chain, height, width)
+    drawn = [
+        OPERATIONS[name].draw(rng.key(key, name, place), batch, *sizes[place], value)
+        for place, (name, value) in enumerate(chain.steps)
+    ]
+    return torch.stack(drawn, 1)
+
+
+def apply(
+    x: Tensor, mask: Tensor | None, drawn: Tensor, chain: Augmentation, mask_fill: int = 255
+) -> tuple[Tensor, Tensor]:
+    """Images (B, C, H, W), and their masks if given, moved as the drawn numbers say."""
     empty = torch.empty(0)
-    if not chain.steps:
-        return x, empty if mask is None else mask
     batch, _, height, width = x.shape
-    key = key.to(x.device)
     sizes = _sizes(chain, height, width)
     out_height, out_width = sizes[-1]
     rows = torch.arange(out_height, device=x.device).view(1, -1, 1)
@@ -168,8 +193,8 @@ def _gather(x: Tensor, mask: Tensor | None, key: Tensor, chain: Augmentation, ma
     for place in reversed(range(len(chain.steps))):
         name, value = chain.steps[place]
         high, wide = sizes[place]
-        step_key = rng.key(key, name, place)
-        rows, columns = OPERATIONS[name].map_back((rows, columns), step_key, batch, high, wide, value)
+        first, second = (drawn[:, place, which].view(batch, 1, 1) for which in (0, 1))
+        rows, columns = OPERATIONS[name].map_back((rows, columns), (first, second), high, wide, value)
         inside = inside & (rows >= 0) & (rows < high) & (columns >= 0) & (columns < wide)
     source = rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)
     source = source.expand(batch, out_height, out_width).reshape(batch, -1)

@@ -5,6 +5,7 @@ Within an epoch no example comes twice; each epoch has its own order. Nothing ne
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fednorm import rng
@@ -52,7 +53,9 @@ class Stream:
         self.client = client
         self.rows = rows
         self.batch_size = batch_size
-        self.batches_per_epoch = batches_per_epoch(len(rows), batch_size)
+        self.count = len(rows)
+        self.batches_per_epoch = batches_per_epoch(self.count, batch_size)
+        self.all_full = self.batches_per_epoch * batch_size <= self.count
         self._epoch = -1
         self._shuffled = rows
 
@@ -61,8 +64,41 @@ class Stream:
         if k < 0:
             raise ConfigError(f"batches are counted from 0, not {k}")
         epoch, place = divmod(k, self.batches_per_epoch)
+        return self._epoch_rows(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
+
+    def size(self, k: int) -> int:
+        """How many rows batch number k has."""
+        return min(self.batch_size, self.count - k % self.batches_per_epoch * self.batch_size)
+
+    def sizes(self, first: int, steps: int) -> set[int]:
+        """The sizes among some batches in a row: full ones, and that of the last of an epoch."""
+        if self.all_full:
+            return {self.batch_size}
+        last = first + (-first - 1) % self.batches_per_epoch
+        return {self.size(k) for k in (first, first + 1, last) if k < first + steps}
+
+    def span(self, first: int, steps: int) -> Tensor:
+        """The rows of some batches in a row, one after the other."""
+        parts = []
+        while steps:
+            epoch, place = divmod(first, self.batches_per_epoch)
+            taken = min(steps, self.batches_per_epoch - place)
+            parts.append(self._epoch_rows(epoch)[place * self.batch_size : (place + taken) * self.batch_size])
+            first, steps = first + taken, steps - taken
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def prime(self, epoch: int, order: Tensor) -> None:
+        """Take over an epoch's order, which somebody drew for many clients at once."""
+        self._shuffled, self._epoch = self.rows[order], epoch
+
+    def lacks(self, k: int) -> int | None:
+        """The epoch of batch number k, where its order is not at hand."""
+        epoch = k // self.batches_per_epoch
+        return epoch if epoch != self._epoch else None
+
+    def _epoch_rows(self, epoch: int) -> Tensor:
         if epoch != self._epoch:
-            order = epoch_order(self.seed, self.client, len(self.rows), epoch)
+            order = epoch_order(self.seed, self.client, self.count, epoch)
             self._shuffled = self.rows[order.to(self.rows.device)]
             self._epoch = epoch
-        return self._shuffled[place * self.batch_size : (place + 1) * self.batch_size]
+        return self._shuffled

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +15,24 @@ from fednorm.config import differences, to_dict
 from fednorm.engines.base import Job, Outcome, start_state
 from fednorm.engines.choose import ENGINES as ENGINES
 from fednorm.engines.choose import close_engine, make_engine
+from fednorm.engines.ranks import Alone
+from fednorm.engines.resident import LOG_ROWS, LateReports, Task
+from fednorm.engines.seat import Seat, exchange_on_device, take_seat
+from fednorm.engines.stacked import StackedEngine
 from fednorm.errors import ConfigError, DivergedError, QuorumError
 from fednorm.evaluate import Scores, evaluate
 from fednorm.method import Memory, Phase, Progress
 from fednorm.pieces.weights import Report
 from fednorm.plan import Plan
 from fednorm.server import DOWN, UP, flaw, keys_with, merge_updates
-from fednorm.state import Kind, Tree, tree_bytes
+from fednorm.state import Kind, Tree
 from fednorm.store import ClientState, Store, to_device
 
 Row = dict[str, Any]
+SETTLE_SECONDS = 0.25
+"""Rounds that stay on the device are looked at this often: for the progress, and for an interruption."""
+CHECKPOINT_SECONDS = 2.0
+"""Time between two checkpoints where the config names no number of rounds."""
 
 
 def set_precision(plan: Plan) -> None:
@@ -43,49 +52,96 @@ def sample(plan: Plan, round: int) -> list[int]:
     return [clients[place] for place in drawn]
 
 
+@dataclass(frozen=True)
+class Wish:
+    """An exchange that a run asks for. Without `keep` the clients' own state is left alone: a test changes nothing."""
+
+    place: tuple[str, int, int]
+    """where the method has the phase: in a stage, at the finish or as the query, and its number"""
+    phase: Phase
+    number: int
+    cohort: Sequence[int]
+    row: Row
+    keep: bool = True
+
+
+Asking = Generator[Wish, Sequence[Report], Any]
+"""Part of a round: it asks for exchanges and is sent what the clients report."""
+
+
 class Run:
     """A run in progress. All that changes is here and goes into the store with every commit."""
 
-    def __init__(self, plan: Plan, store: Store) -> None:
+    def __init__(self, plan: Plan, store: Store, ranks: Alone | None = None, seat: Seat | None = None) -> None:
         self.plan = plan
         self.store = store
+        self.ranks = ranks or Alone()
+        self.ranks.check(plan.method)
+        self.ranks.hand_out(plan, store)
         set_precision(plan)
         facts = store.facts()
         if facts and facts.get("config") != to_dict(plan.config):
             changed = differences(facts.get("config", {}), to_dict(plan.config))
             raise ConfigError(f"the run was started with another config: {changed}; put it back, or start a new run")
-        self.engine_name, self.engine = make_engine(plan, facts.get("engine"))
+        self.engine_name, self.engine = make_engine(plan, facts.get("engine") or self.ranks.engine(plan))
         self.round: int = facts.get("round", 0)
         self.switch_memory: Memory = facts.get("switch", {})
-        self.reports = [Report(**report) for report in facts.get("reports", [])]
+        self.reports: Sequence[Report] = [Report(**report) for report in facts.get("reports", [])]
+        self.seat = seat or (take_seat(plan) if self._stays() else None)
+        self._server: Tree = {}
+        self._memory: Tree = {}
         self.server = to_device(store.tree("model"), plan.device) if facts else plan.initial()
         self.merge_memory = to_device(store.tree("memory"), plan.device) if facts else {}
         self.finished: bool = facts.get("finished", False)
+        self._costs: dict[tuple[str, int, int], tuple[int, int, int]] = {}
         self._uncommitted: list[Row] = []
+        self._committed_at = time.perf_counter()
         if not facts:
             self._commit()
 
+    def _stays(self) -> bool:
+        """Whether rounds can stay on the device: one process, one stack."""
+        return isinstance(self.engine, StackedEngine) and type(self.ranks) is Alone
+
+    @property
+    def server(self) -> Tree:
+        """The server's tree; where rounds stay on the device, views that follow them."""
+        return self.seat.server if self.seat else self._server
+
+    @server.setter
+    def server(self, tree: Tree) -> None:
+        if self.seat:
+            self.seat.server = tree
+        else:
+            self._server = tree
+
+    @property
+    def merge_memory(self) -> Tree:
+        """What merges remember from round to round."""
+        return self.seat.memory if self.seat else self._memory
+
+    @merge_memory.setter
+    def merge_memory(self, tree: Tree) -> None:
+        if self.seat:
+            self.seat.memory = tree
+        else:
+            self._memory = tree
+
     def rounds(self) -> Iterator[Row]:
         """Play the remaining rounds; each row is yielded after the round is finished and, as configured, committed."""
-        total = self.plan.config.rounds
-        try:
-            while self.round < total:
-                started = time.perf_counter()
-                row = self._play(self.round + 1)
-                row["seconds"] = round(time.perf_counter() - started, 6)
-                self._uncommitted.append(row)
-                if self.round % self.plan.config.engine.checkpoint_every == 0 or self.round == total:
-                    self._commit()
-                yield row
-        finally:
-            close_engine(self.engine)
+        return (row for _, row in play_together([self]))
 
     def stop(self) -> None:
         """Commit what was played since the last checkpoint, so that an orderly stop loses nothing."""
         if self._uncommitted:
             self._commit()
 
-    def _play(self, number: int) -> Row:
+    def close(self) -> None:
+        """Give back what the engine holds beside memory."""
+        close_engine(self.engine)
+
+    def play(self, number: int) -> Asking:
+        """One round: asks for its exchanges, is sent the reports, and returns the round's row."""
         method, config = self.plan.method, self.plan.config
         progress = Progress(number, config.rounds)
         memory, stage = method.switch(self.switch_memory, progress, self.reports)
@@ -94,100 +150,169 @@ class Run:
         row |= dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
         if len(cohort) < len(self.plan.federation.training_clients) and method.data == "each":
             row["cohort"] = cohort
-        for phase in method.stages[stage]:
-            self.reports = self._exchange(phase, number, cohort, row)
+        for place, phase in enumerate(method.stages[stage]):
+            self.reports = yield Wish(("stage", stage, place), phase, number, cohort, row)
         last = number == config.rounds
-        for phase in method.finish if last else ():
-            self._exchange(phase, number, self._everyone(phase), row)
+        for place, phase in enumerate(method.finish if last else ()):
+            yield Wish(("finish", 0, place), phase, number, self._everyone(phase), row)
         row["lr"] = self.plan.numbers(method.stages[stage][-1], number)["lr"]
-        row["train_loss"] = sum(report.losses["all"] for report in self.reports) / len(self.reports)
         self.round, self.switch_memory, self.finished = number, memory, last
         if number % config.eval_every == 0 or last:
-            row["eval"] = self._evaluate(method.tested(stage), number, last, row)
+            row["eval"] = yield from self._evaluate(method.tested(stage), number, last, row)
         return row
+
+    def settle(self, row: Row, reports: Sequence[Report]) -> None:
+        """Complete a row with what the clients reported, and find out whether all of it can be used."""
+        row["train_loss"] = sum(report.losses["all"] for report in reports) / len(reports)
+        if isinstance(reports, LateReports):
+            for client in reports.unhealthy():
+                raise diverged(f"round {row['round']}, client {client}: its update is not finite")
+        self._uncommitted.append(row)
+
+    def commit_if_due(self) -> None:
+        """A checkpoint after so many rounds, or after some seconds where the config names no number."""
+        every = self.plan.config.engine.checkpoint_every
+        if self.round == self.plan.config.rounds or (self.round % every == 0 if every else self._late()):
+            self._commit()
+
+    def _late(self) -> bool:
+        """Whether the last checkpoint is old, by one clock for all ranks, since all must take part in the next."""
+        return self.ranks.tell_first(lambda: time.perf_counter() - self._committed_at > CHECKPOINT_SECONDS)
 
     def _everyone(self, phase: Phase) -> list[int]:
         union = phase.union or self.plan.method.data == "union"
         return [UNION] if union else list(self.plan.federation.training_clients)
 
-    def _evaluate(self, phase: Phase, number: int, last: bool, row: Row) -> Scores:
+    def _evaluate(self, phase: Phase, number: int, last: bool, row: Row) -> Asking:
         """Score the model, with queried statistics where the method has a query; training never sees these."""
         query = self.plan.method.query
         if query is None:
-            return evaluate(self.plan, phase, self.server, self.store)
-        before = self.server, self.merge_memory
+            return self._scores(phase)
+        before = [{key: value.clone() for key, value in tree.items()} for tree in (self.server, self.merge_memory)]
         cost: Row = row if last else dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
-        self._exchange(query, number, self._everyone(query), cost, keep=False)
-        scores = evaluate(self.plan, phase, self.server, self.store)
+        yield Wish(("query", 0, 0), query, number, self._everyone(query), cost, keep=False)
+        scores = self._scores(phase)
         if not last:
             self.server, self.merge_memory = before
         return scores
 
-    def _exchange(self, phase: Phase, number: int, cohort: Sequence[int], row: Row, keep: bool = True) -> list[Report]:
-        """One exchange with some clients: train, refuse, merge, store, count; returns what clients report.
+    def _scores(self, phase: Phase) -> Scores:
+        self._bring_home()
+        self.ranks.collect(self.store)
+        return evaluate(self.plan, phase, self.server, self.store) if self.ranks.first else {}
 
-        Without `keep` it leaves the clients' own state alone, since a test must not change what is tested.
-        """
-        plan = self.plan
+    def task(self, wish: Wish) -> Task:
+        """What a wish means for the clients: the batches they go on with."""
+        away = self.seat.away if self.seat else {}
+        used = {client: away[client] for client in wish.cohort if client in away}
+        used |= {
+            client: state.steps
+            for client, state in self.store.get_many([c for c in wish.cohort if c not in used]).items()
+        }
+        firsts = [self._first_batch(wish.phase, client, used[client]) for client in wish.cohort]
+        return Task(wish.place, wish.phase, wish.number, wish.cohort, firsts, wish.keep)
+
+    def probing(self, number: int) -> bool:
+        """Whether probes look at this round's steps."""
+        return bool(self.plan.probes) and number % self.plan.config.eval.probe_every == 0
+
+    def count(self, wish: Wish, accepted: int) -> None:
+        """Add to a row what an exchange cost."""
+        if self.plan.method.data != "each" or wish.phase.union:
+            return
+        if wish.place not in self._costs:
+            schema = self.plan.schema(wish.phase)
+            up, down = (sum(schema[key][0].bytes for key in keys_with(schema, *policies)) for policies in (UP, DOWN))
+            exchanges, extra = lockstep_cost(wish.phase, schema)
+            self._costs[wish.place] = (1 + exchanges if up or down else 0, down + extra, up + extra)
+        row = wish.row
+        exchanges, down, up = self._costs[wish.place]
+        row["exchanges"] += exchanges
+        row["bytes_down"] += down * len(wish.cohort)
+        row["bytes_up"] += up * accepted
+
+    def _bring_home(self) -> None:
+        """Put into the store what clients keep on the device."""
+        if self.seat:
+            self.seat.bring_home(self.store)
+
+    def exchange(self, wish: Wish) -> list[Report]:
+        """One exchange by the run's engine: train, refuse, merge, store, count; returns what clients report."""
+        self._bring_home()
+        plan, phase, number, cohort, row = self.plan, wish.phase, wish.number, wish.cohort, wish.row
         schema = plan.schema(phase)
-        states = self.store.get_many(cohort)
+        here = self.ranks.own(plan, cohort)
+        states = self.store.get_many(here)
+        server = self.server
         jobs = [
             Job(
                 client,
-                start_state(plan, schema, self.server, states[client].tree),
+                start_state(plan, schema, server, states[client].tree),
                 self._first_batch(phase, client, states[client].steps),
                 plan.num_steps(client, phase),
             )
-            for client in cohort
+            for client in here
         ]
-        probing = bool(plan.probes) and number % plan.config.eval.probe_every == 0
-        outcomes = sorted(self.engine.train(phase, number, jobs, probing), key=lambda o: o.update.client)
-        accepted = self._admit(outcomes, schema, number, row)
+        probing = self.probing(number)
+        accepted: list[Outcome] = []
+
+        def train() -> dict[str, Any]:
+            """Train the clients of this process, and say in JSON values what all must know of them."""
+            trained = self.engine.train(phase, number, jobs, probing) if jobs else iter(())
+            outcomes = sorted(trained, key=lambda o: o.update.client)
+            flaws = {outcome.update.client: _flaw(outcome, schema) for outcome in outcomes}
+            accepted.extend(outcome for outcome in outcomes if not flaws[outcome.update.client])
+            sent = [outcome.update for outcome in accepted]
+            return {
+                "refused": [(client, why) for client, why in flaws.items() if why],
+                "reports": [vars(update.report) for update in sent],
+                "seen": [(o.update.client, dict(o.seen)) for o in accepted],
+            }
+
+        told = self.ranks.tell_all(train)
+        self._admit({client: why for each in told for client, why in each["refused"]}, len(cohort), number, row)
+        reports = [Report(**report) for each in told for report in each["reports"]]
         updates = [outcome.update for outcome in accepted]
-        self.server, self.merge_memory = merge_updates(phase, self.server, updates, schema, self.merge_memory)
+        with self.ranks.merge([len(each["reports"]) for each in told]):
+            self.server, self.merge_memory = merge_updates(
+                phase, self.server, updates, schema, self.merge_memory, reports
+            )
+        self.ranks.confirm(f"phase '{phase.name}' of '{plan.method.name}'", self.server)
         steps = {job.client: job.num_steps for job in jobs}
         for outcome in accepted:
             client = outcome.update.client
             before = states[client]
             used = before.steps + (steps[client] if phase.advances else 0)
-            if keep and (outcome.kept or phase.advances):
+            if wish.keep and (outcome.kept or phase.advances):
                 self.store.put(client, ClientState(used, {**before.tree, **outcome.kept}))
-        if plan.method.data == "each" and not phase.union:
-            down = tree_bytes({key: self.server[key] for key in keys_with(schema, *DOWN)})
-            exchanges, extra = lockstep_cost(phase, schema)
-            row["exchanges"] += 1 + exchanges if keys_with(schema, *UP, *DOWN) else 0
-            row["bytes_down"] += (down + extra) * len(cohort)
-            row["bytes_up"] += sum(tree_bytes(u.shared) + tree_bytes(u.reported) + extra for u in updates)
+                if self.seat:
+                    self.seat.forget(client)
+        self.count(wish, len(reports))
         if probing:
-            row.setdefault("probes", {})[phase.name] = {o.update.client: dict(o.seen) for o in accepted}
-        return [update.report for update in updates]
+            row.setdefault("probes", {})[phase.name] = {client: seen for each in told for client, seen in each["seen"]}
+        return reports
 
     def _first_batch(self, phase: Phase, client: int, used: int) -> int:
         """The batch a client goes on with; a pass over its data starts with an epoch, to see every example once."""
         return used - used % self.plan.batches.per_epoch(client) if phase.work == "epoch" else used
 
-    def _admit(self, outcomes: Sequence[Outcome], schema: Any, number: int, row: Row) -> list[Outcome]:
-        """The outcomes that can be used; a refused client's own state is not advanced either."""
-        flaws = {outcome.update.client: _flaw(outcome, schema) for outcome in outcomes}
-        refused = {client: why for client, why in flaws.items() if why}
+    def _admit(self, refused: Mapping[int, str], trained: int, number: int, row: Row) -> None:
+        """Go on without the refused clients, whose own state is not advanced either, or end the run."""
         if not refused:
-            return list(outcomes)
+            return
         quorum = self.plan.config.engine.quorum
         client, why = next(iter(refused.items()))
         where = f"round {number}, client {client}: {why}"
         if quorum is None:
-            raise DivergedError(
-                f"diverged in {where}; lower train.lr, or set engine.quorum to go on without the client"
-            )
-        accepted = [outcome for outcome in outcomes if outcome.update.client not in refused]
-        if len(accepted) < quorum * len(outcomes) or not accepted:
-            raise QuorumError(
-                f"{len(accepted)} of {len(outcomes)} updates usable in {where}; engine.quorum={quorum} needs more"
-            )
+            raise diverged(where)
+        usable = trained - len(refused)
+        if usable < quorum * trained or not usable:
+            raise QuorumError(f"{usable} of {trained} updates usable in {where}; engine.quorum={quorum} needs more")
         row["refused"] = {**row.get("refused", {}), **refused}
-        return accepted
 
     def _commit(self) -> None:
+        self._bring_home()
+        self.ranks.collect(self.store)
         facts = {
             "config": to_dict(self.plan.config),
             "engine": self.engine_name,
@@ -196,8 +321,85 @@ class Run:
             "finished": self.finished,
         }
         trees: dict[str, Tree] = {"model": self.server, "memory": self.merge_memory}
-        self.store.commit(self.round, trees, facts, self._uncommitted)
+        if self.ranks.first:
+            self.store.commit(self.round, trees, facts, self._uncommitted)
         self._uncommitted = []
+        self._committed_at = time.perf_counter()
+
+
+def play_together(runs: Sequence[Run]) -> Iterator[tuple[Run, Row]]:
+    """Play the remaining rounds of some runs in step; rows come when they are settled.
+
+    Rounds that stay on the device are settled several at a time, so that it need not wait for the host.
+    """
+    played: list[tuple[Run, Row, Sequence[Report]]] = []
+    since = time.perf_counter()
+    try:
+        while active := [run for run in runs if run.round < run.plan.config.rounds]:
+            for run, row in play_round(active):
+                played.append((run, row, run.reports))
+            late = all(isinstance(reports, LateReports) and "eval" not in row for _, row, reports in played)
+            ended = any(run.round == run.plan.config.rounds for run in active)
+            recent = time.perf_counter() - since < SETTLE_SECONDS
+            if late and not ended and recent and len(played) < LOG_ROWS * len(active) // 2:
+                continue
+            for run, row, reports in played:
+                run.settle(row, reports)
+            seconds = (time.perf_counter() - since) / len(played)
+            for _, row, _ in played:
+                row["seconds"] = round(seconds, 6)
+            for run in active:
+                run.commit_if_due()
+            settled, played = played, []
+            for run, row, _ in settled:
+                yield run, row
+            since = time.perf_counter()
+    finally:
+        for run in runs:
+            run.close()
+
+
+def play_round(runs: Sequence[Run]) -> list[tuple[Run, Row]]:
+    """The next round of each run; what they ask for at the same time is done at the same time."""
+    turns = {run: run.play(run.round + 1) for run in runs}
+    answers: dict[Run, Any] = dict.fromkeys(runs)
+    rows: dict[Run, Row] = {}
+    while turns:
+        wishes: dict[Run, Wish] = {}
+        for run, turn in list(turns.items()):
+            try:
+                wishes[run] = turn.send(answers[run])
+            except StopIteration as end:
+                rows[run] = end.value
+                del turns[run]
+        answers = grant(wishes)
+    return [(run, rows[run]) for run in runs]
+
+
+def grant(wishes: Mapping[Run, Wish]) -> dict[Run, Sequence[Report]]:
+    """Do the exchanges that runs ask for: together on the device where they can stay there, else one by one."""
+    answers: dict[Run, Sequence[Report]] = {}
+    groups: dict[Any, dict[Run, Task]] = {}
+    for run, wish in wishes.items():
+        task = run.task(wish) if run.seat and not run.probing(wish.number) else None
+        alike = run.seat.alike(task) if run.seat and task else None
+        if task is None or alike is None:
+            answers[run] = run.exchange(wish)
+        else:
+            groups.setdefault(alike, {})[run] = task
+    for tasks in groups.values():
+        seats = [(run.seat, task, run.store) for run, task in tasks.items() if run.seat]
+        together = exchange_on_device(seats)
+        for place, (run, task) in enumerate(tasks.items()):
+            if together:
+                run.count(wishes[run], len(task.clients))
+            answers[run] = together[place] if together else run.exchange(wishes[run])
+    return answers
+
+
+def diverged(where: str) -> DivergedError:
+    """The error of a run whose numbers are numbers no longer."""
+    return DivergedError(f"diverged in {where}; lower train.lr, or set engine.quorum to go on without the client")
 
 
 def lockstep_cost(phase: Phase, schema: Any) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """All clients of a cohort at once: their states are one stack, and one step moves them all.
 
 The step is the one the sequential engine calls, mapped over the client axis, so the two engines agree up to rounding.
+Where all clients have equal work, whole rounds stay on the GPU (`engines.seat`); what is here takes any clients.
 """
 
 from __future__ import annotations
@@ -9,15 +10,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fednorm.client import Step, StepOut, training_mode
 from fednorm.engines.base import Job, Outcome, Trees, mapped_step, outcome, pick, refuse_unequal, stack_trees, to_trees
-from fednorm.engines.graph import GraphedStep
-from fednorm.engines.kernels.ops import use_kernels
+from fednorm.engines.kernels.layers import use_kernels
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.errors import FednormError
 from fednorm.layers.cohort import set_lockstep
@@ -33,8 +32,6 @@ class StackedEngine:
         self.plan = plan
         self._sequential: SequentialEngine | None = None
         self._most = len(plan.federation.clients)
-        self._graphs: dict[Any, GraphedStep] = {}
-        self._no_graph: set[str] = set()
         # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.
         if plan.device.type == "cuda" and find_spec("triton") and plan.config.engine.precision != "fp32":
             narrow = torch.bfloat16 if plan.config.engine.precision == "bf16" else None
@@ -73,10 +70,6 @@ class StackedEngine:
         step = mapped_step(self.plan, phase, probing)
         numbers = self.plan.numbers(phase, round)
         stack = to_trees(self.plan, phase, stack_trees([job.start for job in jobs]))
-        if self._can_be_a_graph(phase, jobs, probing):
-            done = self._train_by_graph(phase, step, stack, jobs, numbers)
-            if done:
-                return done
         anchor = dict(stack.params)
         losses: list[list[Tensor]] = [[] for _ in jobs]
         seen: list[Tree] = [{} for _ in jobs]
@@ -101,46 +94,6 @@ class StackedEngine:
             outcome(self.plan, phase, job, pick(states, place), torch.stack(losses[place]).tolist(), seen[place])
             for place, job in enumerate(jobs)
         ]
-
-    def _can_be_a_graph(self, phase: Phase, jobs: Sequence[Job], probing: bool) -> bool:
-        """Equal work for all, on a GPU, with nothing to look at in between."""
-        if self.plan.device.type != "cuda" or phase.name in self._no_graph or phase.lockstep or probing:
-            return False
-        if len({job.num_steps for job in jobs}) > 1:
-            return False
-        clients = [job.client for job in jobs]
-        steps = ([job.first_batch + number for job in jobs] for number in range(jobs[0].num_steps))
-        return len({size for ks in steps for size in self.plan.batches.sizes(clients, ks)}) == 1
-
-    def _train_by_graph(
-        self, phase: Phase, step: Step, stack: Trees, jobs: Sequence[Job], numbers: dict[str, float]
-    ) -> list[Outcome] | None:
-        """The steps of a round as replays of one CUDA graph; None where the step cannot be captured."""
-        clients = [job.client for job in jobs]
-        batches = [
-            self.plan.batches.places(clients, [job.first_batch + number for job in jobs])
-            for number in range(jobs[0].num_steps)
-        ]
-        place = (id(phase), batches[0][0].shape)
-        try:
-            with training_mode(self.plan.prepared.model, phase.rule.hold):
-                if place not in self._graphs:
-                    self._graphs[place] = GraphedStep(self.plan, step, stack, *batches[0], numbers)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self._no_graph.add(phase.name)
-            torch.cuda.synchronize()
-            why = str(error).strip().splitlines()[0]
-            print(f"stacked engine: '{phase.name}' is no CUDA graph ({why}); kernels start one by one", file=sys.stderr)
-            return None
-        graph = self._graphs[place]
-        graph.load(stack, numbers)
-        rows, keys = (torch.stack(parts).to(self.plan.device) for parts in zip(*batches, strict=True))
-        losses = torch.stack([graph.run(rows[number], keys[number]) for number in range(len(batches))]).T.tolist()
-        trees = graph.result()
-        states = {**trees.params, **trees.rest, **trees.buffers}
-        return [outcome(self.plan, phase, job, pick(states, i), losses[i], {}) for i, job in enumerate(jobs)]
 
     def _equal_batches(self, jobs: Sequence[Job], number: int, together: bool) -> list[list[int]]:
         """Places of the clients that still train, in groups whose batches have one size, as each would see alone."""

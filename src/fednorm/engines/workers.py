@@ -1,7 +1,8 @@
 """Clients in parallel on the CPU: worker processes of one thread each run the sequential engine's own code.
 
-The data set lies in shared memory, and so does a slot per worker, through which a client's state goes there and comes
-back. Pipes carry a few numbers per client. Everybody waits without looking around: no polling, no tensor is pickled.
+The data set lies in shared memory, and so do two slots per worker, through which a client's state goes there and comes
+back: while a worker trains one client, the next one already waits for it. Pipes carry a few numbers per client.
+Everybody waits without looking around: no polling, no tensor is pickled.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from fednorm.pieces.weights import Report
 from fednorm.plan import Plan
 from fednorm.server import Update, keys_with
 from fednorm.state import Policy, Tree
+
+SLOTS = 2
+"""Clients that a worker may have at a time: the one it trains, and the next."""
 
 
 class WorkersEngine:
@@ -96,10 +100,15 @@ class Worker:
 
     process: BaseProcess
     pipe: connection.Connection
-    slot: Tensor
-    client: int | None = None
-    """The client it works on."""
-    views: dict[int, Tree] = field(default_factory=dict)
+    slots: tuple[Tensor, ...]
+    clients: deque[tuple[int, int]] = field(default_factory=deque)
+    """The clients it has, first the one it works on, each with the number of its slot."""
+    views: dict[tuple[int, int], Tree] = field(default_factory=dict)
+
+    @property
+    def free_slot(self) -> int:
+        taken = {slot for _, slot in self.clients}
+        return next(slot for slot in range(len(self.slots)) if slot not in taken)
 
 
 class Crew:
@@ -115,7 +124,8 @@ class Crew:
         self._end = util.Finalize(self, _end_all, args=(self._workers,), exitpriority=10)
         try:
             for _ in range(count):
-                self._workers.append(_start(parcel, shared(torch.zeros(size, dtype=torch.uint8))))
+                slots = tuple(shared(torch.zeros(size, dtype=torch.uint8)) for _ in range(SLOTS))
+                self._workers.append(_start(parcel, slots))
             for worker in self._workers:
                 self._receive(worker, "while it started")
         except BaseException:
@@ -137,24 +147,35 @@ class Crew:
     def train(self, place: int, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
         """Each worker takes the next client when it is done with one; the longest work goes first, to end together."""
         waiting = deque(sorted(jobs, key=lambda job: -job.num_steps))
+
+        def supply(worker: Worker) -> None:
+            # The last clients are for whoever is done first, so they are not given out ahead.
+            while waiting and (
+                not worker.clients or (len(worker.clients) < SLOTS and len(waiting) > len(self._workers))
+            ):
+                self._send(worker, place, round, waiting.popleft(), probing)
+
         for worker in self._workers[: len(jobs)]:
             self._send(worker, place, round, waiting.popleft(), probing)
-        while busy := {worker.pipe: worker for worker in self._workers if worker.client is not None}:
+        for worker in self._workers:
+            supply(worker)
+        while busy := {worker.pipe: worker for worker in self._workers if worker.clients}:
             ready = connection.wait(list(busy))
             for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
-                told = self._receive(worker, f"in round {round} with client {worker.client}")
-                done = self._collect(worker, place, told)
-                if waiting:
-                    self._send(worker, place, round, waiting.popleft(), probing)
+                client, slot = worker.clients[0]
+                told = self._receive(worker, f"in round {round} with client {client}")
+                done = self._collect(worker, slot, place, told)
+                worker.clients.popleft()
+                supply(worker)
                 yield done
 
     def _send(self, worker: Worker, place: int, round: int, job: Job, probing: bool) -> None:
-        views = self._slot(worker, place)
-        for key, view in views.items():
+        slot = worker.free_slot
+        for key, view in self._slot(worker, slot, place).items():
             view.copy_(job.start[key])
-        worker.client = job.client
+        worker.clients.append((job.client, slot))
         try:
-            worker.pipe.send((place, round, job.client, job.first_batch, job.num_steps, probing))
+            worker.pipe.send((slot, place, round, job.client, job.first_batch, job.num_steps, probing))
         except OSError:
             raise _lost(worker, f"before round {round}, client {job.client}") from None
 
@@ -167,21 +188,20 @@ class Crew:
             raise told
         return told
 
-    def _collect(self, worker: Worker, place: int, told: tuple[Report, dict[str, float]]) -> Outcome:
+    def _collect(self, worker: Worker, slot: int, place: int, told: tuple[Report, dict[str, float]]) -> Outcome:
         report, seen = told
-        views = self._slot(worker, place)
+        views = self._slot(worker, slot, place)
 
         def copies(policy: Policy) -> Tree:
             return {key: views[key].clone() for key in keys_with(self._schemas[place], policy)}
 
-        worker.client = None
         update = Update(report, shared=copies(Policy.SHARED), reported=copies(Policy.REPORTED))
         return Outcome(update, kept=copies(Policy.LOCAL), seen=seen)
 
-    def _slot(self, worker: Worker, place: int) -> Tree:
-        if place not in worker.views:
-            worker.views[place] = slot_views(worker.slot, self._schemas[place])
-        return worker.views[place]
+    def _slot(self, worker: Worker, slot: int, place: int) -> Tree:
+        if (slot, place) not in worker.views:
+            worker.views[slot, place] = slot_views(worker.slots[slot], self._schemas[place])
+        return worker.views[slot, place]
 
 
 def _lost(worker: Worker, when: str) -> FednormError:
@@ -193,11 +213,11 @@ def _lost(worker: Worker, when: str) -> FednormError:
     )
 
 
-def _start(parcel: Parcel, slot: Tensor) -> Worker:
+def _start(parcel: Parcel, slots: tuple[Tensor, ...]) -> Worker:
     # A fresh interpreter: a fork of a process that has used torch's threads may hang.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, parcel, slot), name="fednorm worker", daemon=True)
+    process = context.Process(target=_serve, args=(theirs, parcel, slots), name="fednorm worker", daemon=True)
     resource_tracker.ensure_running()  # which would undo the block below if the first process started it
     # The block is inherited: signals to a terminal's whole group are for the parent, which ends its workers itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -207,7 +227,7 @@ def _start(parcel: Parcel, slot: Tensor) -> Worker:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-    return Worker(process, ours, slot)
+    return Worker(process, ours, slots)
 
 
 @contextmanager
@@ -231,7 +251,7 @@ def _end_all(workers: list[Worker]) -> None:
     workers.clear()
 
 
-def _serve(pipe: connection.Connection, parcel: Parcel, slot: Tensor) -> None:
+def _serve(pipe: connection.Connection, parcel: Parcel, slots: tuple[Tensor, ...]) -> None:
     """The life of a worker process."""
     _die_with_parent()
     torch.set_num_threads(1)
@@ -243,16 +263,17 @@ def _serve(pipe: connection.Connection, parcel: Parcel, slot: Tensor) -> None:
         return
     pipe.send("ready")
     engine = SequentialEngine(plan)
-    views = {place: slot_views(slot, plan.schema(phase)) for place, phase in phases.items()}
+    schemas = {place: plan.schema(phase) for place, phase in phases.items()}
+    views = [{place: slot_views(slot, schema) for place, schema in schemas.items()} for slot in slots]
     while True:
         try:
-            place, round, client, first_batch, num_steps, probing = pipe.recv()
+            slot, place, round, client, first_batch, num_steps, probing = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            job = Job(client, views[place], first_batch, num_steps)
+            job = Job(client, views[slot][place], first_batch, num_steps)
             (done,) = engine.train(phases[place], round, [job], probing)
-            _write(views[place], done)
+            _write(views[slot][place], done)
             pipe.send((done.update.report, dict(done.seen)))
         except Exception as error:
             pipe.send(_portable(error, client))

@@ -1,59 +1,51 @@
-"""How the server joins one layer's tensors: pure functions, float64 inside, folded in the order given.
+"""How the server joins the clients' tensors: pure functions of stacks with a leading client axis, float64 inside.
 
-Callers pass the updates in ascending client id, so the order of arrival cannot change a bit.
+Callers stack the clients in ascending id, so the order of arrival cannot change a bit. Nothing here asks the device for
+a value, so a merge can be captured in a graph and mapped over several runs at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from fednorm.pieces.reductions import largest, weighted_sum, wide
 from fednorm.state import Tree
 
-Merge = Callable[[Tree, Sequence[Tree], Sequence[float], Tree], tuple[Tree, Tree]]
-"""(server's old tensors of one layer, the clients' tensors, weights, memory) -> (new tensors, new memory).
+Merge = Callable[[Tree, Tree, Tensor, Tree], tuple[Tree, Tree]]
+"""(server's old tensors, the clients' with a leading client axis, weights of the clients, memory) -> (new, new memory).
 
-The trees hold the entries of one kind in one layer, by part (`weight`, `running_var`, ...), so that a rule can treat a
-mean and a variance together.
+The trees hold the entries of one kind by part (`weight`, `running_var`, ...), so that a rule can treat a mean and a
+variance together. A rule works element by element: element i of its result depends on elements i of the parts and of
+the memory, never on their neighbours or their shape. So the server hands it many layers with the same parts as one,
+each part flattened and laid end to end. Memory of the elements of a part is named after it, `weight` or `weight.m`;
+under any other name it is a number common to the layers. A rule may ask whether there is memory, not what it holds.
+Over clients it reduces by `reductions` alone, since a stack may hold only those of one process.
 """
 
 
-def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """sum_k p_k x_k in float64, left to right."""
-    total = wide(tensors[0]) * weights[0]
-    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-        total.add_(wide(tensor), alpha=weight)
-    return total
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """A tensor in float64, on the host where the device has no such type."""
-    return tensor.to("cpu", torch.float64) if tensor.device.type == "mps" else tensor.to(torch.float64)
-
-
-def mean(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory: Tree) -> tuple[Tree, Tree]:
+def mean(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
     """Element-wise weighted mean: x = sum_k p_k x_k."""
-    merged = {key: weighted_sum([update[key] for update in updates], weights) for key in old}
-    return {key: value.to(old[key]) for key, value in merged.items()}, memory
+    return {part: weighted_sum(clients[part], weights).to(value) for part, value in old.items()}, memory
 
 
-def maximum(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory: Tree) -> tuple[Tree, Tree]:
+def maximum(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
     """Element-wise maximum, for counters: no order, no weights, no change of type."""
-    return {key: torch.stack([update[key] for update in updates]).amax(0) for key in old}, memory
+    return {part: largest(clients[part]) for part in old}, memory
 
 
-def pooled(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory: Tree) -> tuple[Tree, Tree]:
+def pooled(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
     """Mean and variance of the clients' mixture, by the law of total variance.
 
     mu = sum p_k mu_k, var = sum p_k (var_k + (mu_k - mu)^2). The element-wise mean drops the second part, which is
     what differs between clients. A layer that keeps a standard deviation gets the root of the pooled square.
     """
-    merged, _ = mean(old, updates, weights, {})
-    merged |= pooled_moments(old, updates, weights, "running_mean", "running_var")
+    merged, _ = mean(old, clients, weights, {})
+    merged |= pooled_moments(old, clients, weights, "running_mean", "running_var")
     if "running_std" in old:
-        squares = [{**each, "running_var": wide(each["running_std"]).square()} for each in updates]
+        squares = {**clients, "running_var": wide(clients["running_std"]).square()}
         var = pooled_moments(
             {**old, "running_var": old["running_std"]}, squares, weights, "running_mean", "running_var"
         )
@@ -61,12 +53,12 @@ def pooled(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory:
     return merged, memory
 
 
-def pooled_moments(old: Tree, updates: Sequence[Tree], weights: Sequence[float], mean_part: str, var_part: str) -> Tree:
+def pooled_moments(old: Tree, clients: Tree, weights: Tensor, mean_part: str, var_part: str) -> Tree:
     """The pooled mean and variance of two parts of a layer; empty where the layer has none."""
     if mean_part not in old or var_part not in old:
         return {}
-    centre = weighted_sum([each[mean_part] for each in updates], weights)
-    spread = [wide(each[var_part]) + (wide(each[mean_part]) - centre).square() for each in updates]
+    centre = weighted_sum(clients[mean_part], weights)
+    spread = wide(clients[var_part]) + (wide(clients[mean_part]) - centre).square()
     return {mean_part: centre.to(old[mean_part]), var_part: weighted_sum(spread, weights).to(old[var_part])}
 
 
@@ -77,15 +69,15 @@ def recorded_moments(ema: float, first: float = 1.0) -> Merge:
     since the initial (0, 1) is no estimate. The recorded moments start anew.
     """
 
-    def merge(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory: Tree) -> tuple[Tree, Tree]:
-        merged, _ = mean(old, updates, weights, {})
-        fresh = pooled_moments(old, updates, weights, "batch_mean", "batch_var")
+    def merge(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
+        merged, _ = mean(old, clients, weights, {})
+        fresh = pooled_moments(old, clients, weights, "batch_mean", "batch_var")
         rate = ema if memory else first
         for running, recorded in (("running_mean", "batch_mean"), ("running_var", "batch_var")):
             if recorded in fresh:
                 merged[running] = (1 - rate) * old[running] + rate * fresh[recorded]
         merged |= {part: torch.zeros_like(old[part]) for part in _RECORDED if part in old}
-        return merged, {"merges": torch.ones(1)}
+        return merged, {"merges": torch.ones(1, device=weights.device)}
 
     return merge
 
@@ -96,10 +88,10 @@ _RECORDED = ("batch_mean", "batch_var", "batch_count")
 def server_momentum(lr: float, momentum: float) -> Merge:
     """FedAvgM: v <- momentum v + (x - mean), x <- x - lr v (Hsu et al. 2019)."""
 
-    def merge(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory: Tree) -> tuple[Tree, Tree]:
+    def merge(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
         new, velocity = {}, {}
         for part, value in old.items():
-            step = wide(value) - weighted_sum([each[part] for each in updates], weights)
+            step = wide(value) - weighted_sum(clients[part], weights)
             velocity[part] = momentum * memory.get(part, torch.zeros_like(step)) + step
             new[part] = (wide(value) - lr * velocity[part]).to(value)
         return new, velocity
@@ -110,10 +102,10 @@ def server_momentum(lr: float, momentum: float) -> Merge:
 def server_adam(lr: float, beta1: float, beta2: float, tau: float) -> Merge:
     """FedAdam: Adam on the server with mean - x as the direction (Reddi et al. 2021, Algorithm 2)."""
 
-    def merge(old: Tree, updates: Sequence[Tree], weights: Sequence[float], memory: Tree) -> tuple[Tree, Tree]:
+    def merge(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
         new, remembered = {}, {}
         for part, value in old.items():
-            delta = weighted_sum([each[part] for each in updates], weights) - wide(value)
+            delta = weighted_sum(clients[part], weights) - wide(value)
             zero = torch.zeros_like(delta)
             first = beta1 * memory.get(f"{part}.m", zero) + (1 - beta1) * delta
             second = beta2 * memory.get(f"{part}.v", zero + tau**2) + (1 - beta2) * delta.square()

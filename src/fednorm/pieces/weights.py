@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fednorm.state import Tree
+from fednorm.pieces.reductions import fold, wide, wide_device
 
 
 @dataclass(frozen=True)
@@ -42,40 +42,75 @@ def loss_summary(losses: Sequence[float], steps_per_epoch: int) -> dict[str, flo
     }
 
 
-Layers = Mapping[str, Tree]
-"""What a client sends of one kind: by layer, then by part."""
+@dataclass(frozen=True)
+class Reports:
+    """The reports of a cohort as float64 vectors over its clients, ascending by client id."""
 
-Weigh = Callable[[Sequence[Report], Sequence[Layers]], list[float]]
-"""(reports, what the clients send of the kind) -> the clients' weights, in the same order, with sum 1."""
+    num_examples: Tensor
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    scalars: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reports: Sequence[Report], device: torch.device | str = "cpu") -> Reports:
+        """The vectors of some clients' reports, with the losses and scalars that all of them have.
+
+        >>> Reports.of([Report(0, 3, {"all": 1.5}), Report(1, 5, {"all": 0.5, "last_batch": 0.25})]).losses
+        {'all': tensor([1.5000, 0.5000], dtype=torch.float64)}
+        """
+        place = wide_device(torch.device(device))
+
+        def vector(values: Iterable[float]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.float64, device=place)
+
+        def vectors(each: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
+            common = [name for name in each[0] if all(name in one for one in each)] if each else []
+            return {name: vector(one[name] for one in each) for name in common}
+
+        return cls(
+            vector(report.num_examples for report in reports),
+            vectors([report.losses for report in reports]),
+            vectors([report.scalars for report in reports]),
+        )
 
 
-def normalised(values: Sequence[float]) -> list[float]:
-    """Values scaled to sum 1.
+Layers = Mapping[str, Mapping[str, Tensor]]
+"""What the clients send of one kind: by layer, then by part, each tensor with a leading client axis."""
 
-    >>> normalised([1, 3])
-    [0.25, 0.75]
+Weigh = Callable[[Reports, Layers], Tensor]
+"""(reports, what the clients send of the kind) -> the clients' weights, float64 with sum 1.
+
+As in a merge, no value is asked for: a choice is a `torch.where`.
+"""
+
+
+def normalised(values: Tensor) -> Tensor:
+    """A vector scaled to sum 1.
+
+    >>> normalised(torch.tensor([1.0, 3.0]))
+    tensor([0.2500, 0.7500])
     """
-    total = math.fsum(values)
-    return [value / total for value in values]
+    # A running sum goes left to right on the host, alone or mapped over runs, where `sum` may take another order.
+    total = values.cumsum(0)[-1] if values.device.type == "cpu" else values.sum()
+    return values / total
 
 
-def by_size(reports: Sequence[Report], layers: Sequence[Layers] = ()) -> list[float]:
+def by_size(reports: Reports, layers: Layers | None = None) -> Tensor:
     """p_k = n_k / sum of n over the participants (McMahan et al. 2017)."""
-    return normalised([report.num_examples for report in reports])
+    return normalised(reports.num_examples)
 
 
-def uniform(reports: Sequence[Report], layers: Sequence[Layers] = ()) -> list[float]:
+def uniform(reports: Reports, layers: Layers | None = None) -> Tensor:
     """p_k = 1 / number of participants."""
-    return [1 / len(reports)] * len(reports)
+    return torch.full_like(reports.num_examples, 1 / len(reports.num_examples))
 
 
 def by_loss(which: str = "last_epoch") -> Weigh:
     """p_k = F_k / sum of F over the participants (FedBS); uniform where a loss is not positive and finite."""
 
-    def weigh(reports: Sequence[Report], layers: Sequence[Layers] = ()) -> list[float]:
-        losses = [report.losses[which] for report in reports]
-        usable = all(math.isfinite(loss) and loss > 0 for loss in losses)
-        return normalised(losses) if usable else uniform(reports)
+    def weigh(reports: Reports, layers: Layers | None = None) -> Tensor:
+        losses = reports.losses[which]
+        usable = (losses.isfinite() & (losses > 0)).all()
+        return torch.where(usable, normalised(losses), uniform(reports))
 
     return weigh
 
@@ -86,28 +121,25 @@ def by_divergence(tau: float) -> Weigh:
     D_k is the Kullback-Leibler divergence of the client's Gaussian from the pooled one, mean over all channels.
     """
 
-    def weigh(reports: Sequence[Report], layers: Sequence[Layers]) -> list[float]:
+    def weigh(reports: Reports, layers: Layers) -> Tensor:
         sizes = by_size(reports)
-        total = torch.zeros(len(layers), dtype=torch.float64)
+        total = torch.zeros_like(sizes)
         channels = 0
-        for layer in layers[0] if layers else ():
-            mean, var = (torch.stack(each) for each in zip(*(_moments(sent[layer]) for sent in layers), strict=True))
-            share = torch.tensor(sizes, dtype=torch.float64).unsqueeze(1)
-            centre = (share * mean).sum(0)
-            pool = (share * (var + (mean - centre).square())).sum(0)
+        for layer in layers.values():
+            mean, var = _moments(layer)
+            centre = fold(mean, sizes)
+            pool = fold(var + (mean - centre).square(), sizes)
             ratio = (var + _TINY) / (pool + _TINY)
-            total += 0.5 * (ratio + (mean - centre).square() / (pool + _TINY) - 1 - ratio.log()).sum(1)
+            total = total + 0.5 * (ratio + (mean - centre).square() / (pool + _TINY) - 1 - ratio.log()).sum(1)
             channels += mean.shape[1]
-        if not channels:
-            return sizes
-        return torch.softmax(-total / channels / tau, 0).tolist()
+        return torch.softmax(-total / channels / tau, 0) if channels else sizes
 
     return weigh
 
 
-def _moments(layer: Tree) -> tuple[Tensor, Tensor]:
-    """Mean and variance of a layer's statistics, which may hold a standard deviation."""
-    parts = {part: value.double().cpu() for part, value in layer.items()}
+def _moments(layer: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Clients' means and variances of a layer, a row each; the layer may hold a standard deviation."""
+    parts = {part: wide(value).flatten(1) for part, value in layer.items()}
     return parts["running_mean"], parts["running_var"] if "running_var" in parts else parts["running_std"].square()
 
 

@@ -1,133 +1,132 @@
 """Triton kernels for convolutions of a stack of clients, with activations as (client, batch, height, width, channel).
 
 cuDNN runs a convolution with weights per client as a grouped one, which is weak at the 16 to 64 channels of small
-networks. Here a program computes a tile of output pixels of one client as a matrix product for each tap of the filter.
-Weights stay as the model keeps them (client, out, in, height, width) in float32 and are rounded on load.
+networks. Here a program computes a tile of output pixels of one client as a product over taps and channels together, so
+that a layer of few channels still has long products. Weights are (client, out, height, width, in), float32, and are
+rounded on load.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 # A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
 # pyright: reportIndexIssue=false
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.kernels.tiles import conv_tile, out_block, weight_tile
+
+
+class Shape(NamedTuple):
+    """The static part of a convolution."""
+
+    stride: int
+    pad_h: int
+    pad_w: int
+    kernel_h: int
+    kernel_w: int
+
 
 @triton.jit
 def _conv_kernel(
-    x_ptr,
-    w_ptr,
-    y_ptr,
-    batch,
-    in_height,
-    in_width,
-    out_height,
-    out_width,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PIXELS: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-):
-    """y = conv(x, w), or with BACKWARD the gradient of the input: there x is dy, IN are the filters' outputs."""
+    x_ptr, w_ptr, add_ptr, y_ptr, part_ptr, w_stride, batch, in_height, in_width, out_height, out_width, tiles,
+    IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, BACKWARD: tl.constexpr, ADD: tl.constexpr, MOMENTS: tl.constexpr,
+    PRECISION: tl.constexpr, PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    """y = conv(x, w), or with BACKWARD the gradient of the input: there x is dy, IN are the filters' outputs.
+
+    ADD adds a tensor of y's shape; MOMENTS leaves mean and squared deviations of each tile's pixels, for a batch norm.
+    """
+    tile = tl.program_id(0)
     client = tl.program_id(1)
-    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    pixel = tile * PIXELS + tl.arange(0, PIXELS)
     total = batch * out_height * out_width
     column = pixel % out_width
     row = (pixel // out_width) % out_height
     image = pixel // (out_width * out_height)
     outs = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     x_base = x_ptr + client.to(tl.int64) * (batch * in_height * in_width * IN)
-    w_base = w_ptr + client.to(tl.int64) * (IN * OUT * KH * KW)
+    w_base = w_ptr + client.to(tl.int64) * w_stride
     acc = tl.zeros((PIXELS, BLOCK_OUT), dtype=tl.float32)
-    for kh in tl.static_range(KH):
-        for kw in tl.static_range(KW):
-            if BACKWARD:
-                up, left = row + PAD_H - kh, column + PAD_W - kw
-                src_row, src_col = up // STRIDE, left // STRIDE
-                hit = (up >= 0) & (left >= 0) & (up % STRIDE == 0) & (left % STRIDE == 0)
-            else:
-                src_row, src_col = row * STRIDE + kh - PAD_H, column * STRIDE + kw - PAD_W
-                hit = (src_row >= 0) & (src_col >= 0)
-            hit = hit & (src_row < in_height) & (src_col < in_width) & (pixel < total)
-            place = ((image * in_height + src_row) * in_width + src_col) * IN
-            for start in range(0, IN, BLOCK_IN):
-                ins = start + tl.arange(0, BLOCK_IN)
-                x = tl.load(x_base + place[:, None] + ins[None, :], mask=hit[:, None] & (ins < IN)[None, :], other=0.0)
-                if BACKWARD:
-                    w_at = (ins[:, None] * OUT + outs[None, :]) * (KH * KW)
-                else:
-                    w_at = (outs[None, :] * IN + ins[:, None]) * (KH * KW)
-                w_mask = (ins < IN)[:, None] & (outs < OUT)[None, :]
-                w = tl.load(w_base + w_at + kh * KW + kw, mask=w_mask, other=0.0)
-                acc += tl.dot(x, w.to(x.dtype), input_precision=PRECISION)
+    for start in range(0, KH * KW * IN, TERMS):
+        term = start + tl.arange(0, TERMS)
+        tap, channel = term // IN, term % IN
+        kh, kw = tap // KW, tap % KW
+        if BACKWARD:
+            up, left = row[:, None] + (PAD_H - kh)[None, :], column[:, None] + (PAD_W - kw)[None, :]
+            src_row, src_col = up // STRIDE, left // STRIDE
+            hit = (up >= 0) & (left >= 0)
+            if STRIDE > 1:
+                hit = hit & (up % STRIDE == 0) & (left % STRIDE == 0)
+        else:
+            src_row = row[:, None] * STRIDE + (kh - PAD_H)[None, :]
+            src_col = column[:, None] * STRIDE + (kw - PAD_W)[None, :]
+            hit = (src_row >= 0) & (src_col >= 0)
+        hit = hit & (src_row < in_height) & (src_col < in_width) & (pixel < total)[:, None]
+        if KH * KW * IN % TERMS != 0:
+            hit = hit & (term < KH * KW * IN)[None, :]
+        at = ((image[:, None] * in_height + src_row) * in_width + src_col) * IN + channel[None, :]
+        x = tl.load(x_base + at, mask=hit, other=0.0)
+        if BACKWARD:
+            w_at = channel[:, None] * (KH * KW * OUT) + tap[:, None] * OUT + outs[None, :]
+        else:
+            w_at = outs[None, :] * (KH * KW * IN) + term[:, None]
+        w = tl.load(w_base + w_at, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :], other=0.0)
+        acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
     y_at = client.to(tl.int64) * (total * OUT) + pixel[:, None] * OUT + outs[None, :]
-    tl.store(y_ptr + y_at, acc.to(y_ptr.dtype.element_ty), mask=(pixel < total)[:, None] & (outs < OUT)[None, :])
+    inside = (pixel < total)[:, None] & (outs < OUT)[None, :]
+    if ADD:
+        acc += tl.load(add_ptr + y_at, mask=inside, other=0.0).to(tl.float32)
+    y = acc.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + y_at, y, mask=inside)
+    if MOMENTS:
+        seen = y.to(tl.float32)  # what the batch norm will read; pixels outside are zero and count for nothing
+        mean = tl.sum(seen, 0) / tl.minimum(total - tile * PIXELS, PIXELS).to(tl.float32)
+        away = tl.where((pixel < total)[:, None], seen - mean[None, :], 0.0)
+        base = part_ptr + (client * tiles + tile) * (2 * OUT) + outs
+        tl.store(base, mean, mask=outs < OUT)
+        tl.store(base + OUT, tl.sum(away * away, 0), mask=outs < OUT)
 
 
 @triton.jit
 def _weight_kernel(
-    x_ptr,
-    dy_ptr,
-    part_ptr,
-    batch,
-    in_height,
-    in_width,
-    out_height,
-    out_width,
-    splits,
-    clients,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    TURNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PIXELS: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-):
-    """A share of the pixels' part of the gradient of one tap: x^T dy."""
+    x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, splits, clients,
+    IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, TURNS: tl.constexpr, PRECISION: tl.constexpr,
+    PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    """A share of the pixels' part of the gradient of some taps and channels: x^T dy."""
     split = tl.program_id(0)
     client = tl.program_id(1)
-    in_blocks: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     out_blocks: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
-    place = tl.program_id(2)
-    outs = (place % out_blocks) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    ins = ((place // out_blocks) % in_blocks) * BLOCK_IN + tl.arange(0, BLOCK_IN)
-    tap = place // (out_blocks * in_blocks)
+    outs = (tl.program_id(2) % out_blocks) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    term = (tl.program_id(2) // out_blocks) * TERMS + tl.arange(0, TERMS)
+    tap, channel = term // IN, term % IN
     kh, kw = tap // KW, tap % KW
     total = batch * out_height * out_width
     x_base = x_ptr + client.to(tl.int64) * (batch * in_height * in_width * IN)
     dy_base = dy_ptr + client.to(tl.int64) * (total * OUT)
-    acc = tl.zeros((BLOCK_IN, BLOCK_OUT), dtype=tl.float32)
+    acc = tl.zeros((TERMS, BLOCK_OUT), dtype=tl.float32)
     for turn in range(TURNS):
-        pixel = (turn * splits + split) * PIXELS + tl.arange(0, PIXELS)
+        pixel = (split * TURNS + turn) * PIXELS + tl.arange(0, PIXELS)
         column = pixel % out_width
         row = (pixel // out_width) % out_height
         image = pixel // (out_width * out_height)
-        src_row, src_col = row * STRIDE + kh - PAD_H, column * STRIDE + kw - PAD_W
-        inside = pixel < total
-        hit = (src_row >= 0) & (src_col >= 0) & (src_row < in_height) & (src_col < in_width) & inside
-        at = ((image * in_height + src_row) * in_width + src_col) * IN
-        x = tl.load(x_base + at[:, None] + ins[None, :], mask=hit[:, None] & (ins < IN)[None, :], other=0.0)
-        dy_mask = inside[:, None] & (outs < OUT)[None, :]
+        src_row = row[:, None] * STRIDE + (kh - PAD_H)[None, :]
+        src_col = column[:, None] * STRIDE + (kw - PAD_W)[None, :]
+        hit = (src_row >= 0) & (src_col >= 0) & (src_row < in_height) & (src_col < in_width)
+        hit = hit & (pixel < total)[:, None] & (term < KH * KW * IN)[None, :]
+        at = ((image[:, None] * in_height + src_row) * in_width + src_col) * IN + channel[None, :]
+        x = tl.load(x_base + at, mask=hit, other=0.0)
+        dy_mask = (pixel < total)[:, None] & (outs < OUT)[None, :]
         dy = tl.load(dy_base + pixel[:, None] * OUT + outs[None, :], mask=dy_mask, other=0.0)
-        acc += tl.dot(tl.trans(x), dy, input_precision=PRECISION)
-    base = (split * clients + client) * (OUT * IN * KH * KW)
-    out_at = (outs[None, :] * IN + ins[:, None]) * (KH * KW) + tap
-    tl.store(part_ptr + base + out_at, acc, mask=(ins < IN)[:, None] & (outs < OUT)[None, :])
+        acc = tl.dot(tl.trans(x), dy, acc, input_precision=PRECISION)
+    base = (split * clients + client).to(tl.int64) * (OUT * IN * KH * KW)
+    out_at = outs[None, :] * (KH * KW * IN) + term[:, None]
+    tl.store(part_ptr + base + out_at, acc, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :])
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -135,62 +134,54 @@ def channels_last(x: Tensor) -> Tensor:
     return x.permute(0, 1, 3, 4, 2).contiguous()
 
 
-def _block(channels: int) -> int:
-    return min(64, max(16, triton.next_power_of_2(channels)))
-
-
 def _precision() -> str:
     """What torch may do with float32 in convolutions, these may too."""
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
 
 
-def _launch(
-    x: Tensor, w: Tensor, size: tuple[int, int], stride: int, padding: tuple[int, int], backward: bool
-) -> Tensor:
-    clients, outs, ins, kh, kw = w.shape
-    if backward:
-        outs, ins = ins, outs
-    x = channels_last(x)
+def run_conv(
+    x: Tensor, w: Tensor, size: tuple[int, int], shape: Shape, *, backward: bool = False,
+    addend: Tensor | None = None, moments: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y and the moments of its tiles; x and w have the channel last, `size` is height and width of y.
+
+    Clients' filters may lie apart, as views into a longer row.
+    """
+    clients, filters, _, _, ins = w.shape
+    outs, ins = (ins, filters) if backward else (filters, ins)
     _, batch, height, width, _ = x.shape
     y = x.new_empty(clients, batch, *size, outs)
-    pixels = 128
-    block_in, block_out = _block(ins), _block(outs)
-    grid = (triton.cdiv(batch * size[0] * size[1], pixels), clients, triton.cdiv(outs, block_out))
-    _conv_kernel[grid](
-        x, w.contiguous(), y, batch, height, width, *size,
-        IN=ins, OUT=outs, STRIDE=stride, PAD_H=padding[0], PAD_W=padding[1], KH=kh, KW=kw, BACKWARD=backward,
-        PRECISION=_precision(), PIXELS=pixels, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4,
+    tile = conv_tile(ins, outs)
+    tiles = triton.cdiv(batch * size[0] * size[1], tile.pixels)
+    parts = torch.empty((clients, tiles, 2, outs) if moments else (0,), dtype=torch.float32, device=x.device)
+    block_out = out_block(outs)
+    _conv_kernel[(tiles, clients, triton.cdiv(outs, block_out))](
+        x, w, y if addend is None else addend, y, parts, w.stride(0), batch, height, width, *size, tiles,
+        IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
+        KW=shape.kernel_w, BACKWARD=backward, ADD=addend is not None, MOMENTS=moments, PRECISION=_precision(),
+        PIXELS=tile.pixels, TERMS=tile.terms, BLOCK_OUT=block_out, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return y.permute(0, 1, 4, 2, 3)
+    return y, parts
 
 
-def conv_forward(x: Tensor, w: Tensor, stride: int, padding: tuple[int, int]) -> Tensor:
-    """x (client, batch, in, h, w) with w (client, out, in, kh, kw) -> (client, batch, out, h', w')."""
-    size = [(x.shape[3 + i] + 2 * padding[i] - w.shape[3 + i]) // stride + 1 for i in (0, 1)]
-    return _launch(x, w, (size[0], size[1]), stride, padding, backward=False)
-
-
-def conv_input_grad(dy: Tensor, w: Tensor, size: tuple[int, int], stride: int, padding: tuple[int, int]) -> Tensor:
-    """The gradient of the input, whose height and width are `size`."""
-    return _launch(dy, w, size, stride, padding, backward=True)
-
-
-def conv_weight_grad(x: Tensor, dy: Tensor, kernel: tuple[int, int], stride: int, padding: tuple[int, int]) -> Tensor:
-    """The gradient of the weights, in float32."""
-    x, dy = channels_last(x), channels_last(dy)
+def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
+    """The gradient of the weights, (client, out, height, width, in) in float32."""
     clients, batch, height, width, ins = x.shape
     out_height, out_width, outs = dy.shape[2:]
-    pixels = 64
-    block_in, block_out = _block(ins), _block(outs)
-    places = kernel[0] * kernel[1] * triton.cdiv(ins, block_in) * triton.cdiv(outs, block_out)
-    # Enough programs to fill the chip, and no fewer than a few tiles of pixels for each.
-    tiles = triton.cdiv(batch * out_height * out_width, pixels)
-    splits = max(1, min(tiles // 4, 1056 // (places * clients) + 1))
-    parts = torch.empty(splits, clients, outs, ins, *kernel, dtype=torch.float32, device=x.device)
+    terms = ins * shape.kernel_h * shape.kernel_w
+    tile, programs = weight_tile(terms, outs)
+    block_out = out_block(outs)
+    places = triton.cdiv(terms, tile.terms) * triton.cdiv(outs, block_out)
+    # Enough programs to fill the chip, and no fewer than a few turns for each.
+    tiles = triton.cdiv(batch * out_height * out_width, tile.pixels)
+    splits = max(1, min(tiles // 4, programs // (places * clients)))
+    parts = torch.empty(
+        splits, clients, outs, shape.kernel_h, shape.kernel_w, ins, dtype=torch.float32, device=x.device
+    )
     _weight_kernel[(splits, clients, places)](
         x, dy, parts, batch, height, width, out_height, out_width, splits, clients,
-        IN=ins, OUT=outs, STRIDE=stride, PAD_H=padding[0], PAD_W=padding[1], KH=kernel[0], KW=kernel[1],
-        TURNS=triton.cdiv(tiles, splits), PRECISION=_precision(), PIXELS=pixels,
-        BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4,
+        IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
+        KW=shape.kernel_w, TURNS=triton.cdiv(tiles, splits), PRECISION=_precision(), PIXELS=tile.pixels,
+        TERMS=tile.terms, BLOCK_OUT=block_out, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return parts.sum(0) if splits > 1 else parts[0]

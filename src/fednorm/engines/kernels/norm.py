@@ -1,11 +1,15 @@
 """Triton kernels for the batch norms of a stack of clients, activations laid out with the channel last.
 
-Two launches forward and two backward: programs take the moments of a chunk of pixels, and the second launch joins the
-chunks (Chan's rule, so that no large sums cancel) before it writes its tile.
+Programs take the moments of a chunk of pixels (or the convolution before took them), and the next launch joins the
+chunks by Chan's rule, so that no large sums cancel, before it writes its tile: normalised, with what a residual block
+adds and the ReLU that follows. The backward pass is two launches alike. With given statistics (`training` false) the
+same kernels normalise by the running ones.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 # A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
 # pyright: reportIndexIssue=false
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,8 +26,7 @@ def _moments_kernel(x_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS:
     mask = (row < rows)[:, None] & (channel < CHANNELS)[None, :]
     at = (client.to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    count = tl.minimum(rows - chunk * ROWS, ROWS).to(tl.float32)
-    mean = tl.sum(x, 0) / count
+    mean = tl.sum(x, 0) / tl.minimum(rows - chunk * ROWS, ROWS).to(tl.float32)
     away = tl.where(mask, x - mean[None, :], 0.0)
     base = part_ptr + (client * chunks + chunk) * (2 * CHANNELS) + channel
     tl.store(base, mean, mask=channel < CHANNELS)
@@ -31,47 +34,78 @@ def _moments_kernel(x_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS:
 
 
 @triton.jit
-def _join(part_ptr, client, chunks, rows, channel, CHANNELS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Mean and biased variance of a client's channels, from the moments of its chunks."""
-    chunk = tl.arange(0, CHUNKS)
-    count = tl.minimum(tl.maximum(rows - chunk * ROWS, 0), ROWS).to(tl.float32)
-    at = (client * chunks + chunk)[:, None] * (2 * CHANNELS) + channel[None, :]
-    mask = (chunk < chunks)[:, None] & (channel < CHANNELS)[None, :]
-    means = tl.load(part_ptr + at, mask=mask, other=0.0)
-    squares = tl.load(part_ptr + at + CHANNELS, mask=mask, other=0.0)
-    mean = tl.sum(means * count[:, None], 0) / rows
-    away = means - mean[None, :]
-    return mean, (tl.sum(squares, 0) + tl.sum(away * away * count[:, None], 0)) / rows
+def _join(
+    part_ptr, client, part_rows, rows, channel,
+    COUNT: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Mean and biased variance of a client's channels, from the moments of its parts."""
+    base = part_ptr + client * COUNT * (2 * CHANNELS) + channel[None, :]
+    inside = (channel < CHANNELS)[None, :]
+    mean = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, COUNT, PARTS):
+        part = start + tl.arange(0, PARTS)
+        count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
+        at = part[:, None] * (2 * CHANNELS)
+        means = tl.load(base + at, mask=(part < COUNT)[:, None] & inside, other=0.0)
+        mean += tl.sum(means * count[:, None], 0)
+    mean = mean / rows
+    var = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, COUNT, PARTS):
+        part = start + tl.arange(0, PARTS)
+        count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
+        at = part[:, None] * (2 * CHANNELS)
+        mask = (part < COUNT)[:, None] & inside
+        away = tl.load(base + at, mask=mask, other=0.0) - mean[None, :]
+        squares = tl.load(base + at + CHANNELS, mask=mask, other=0.0)
+        var += tl.sum(squares + away * away * count[:, None], 0)
+    return mean, var / rows
 
 
 @triton.jit
 def _normalise_kernel(
-    x_ptr, part_ptr, gamma_ptr, beta_ptr, y_ptr, mean_ptr, var_ptr, rows, chunks, eps,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    x_ptr, part_ptr, gamma_ptr, beta_ptr, add_ptr, old_mean_ptr, old_var_ptr, counter_ptr,
+    y_ptr, mean_ptr, var_ptr, new_mean_ptr, new_var_ptr, new_counter_ptr,
+    gamma_stride, beta_stride, old_mean_stride, old_var_stride, counter_stride, rows, part_rows, rate, eps,
+    COUNT: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
-    mean, var = _join(part_ptr, client, chunks, rows, channel, CHANNELS, ROWS, CHUNKS)
-    gamma = tl.load(gamma_ptr + client * CHANNELS + channel, mask=inside, other=0.0)
-    beta = tl.load(beta_ptr + client * CHANNELS + channel, mask=inside, other=0.0)
-    scale = gamma * tl.rsqrt(var + eps)
+    place = client * CHANNELS + channel
+    old_mean = tl.load(old_mean_ptr + client * old_mean_stride + channel, mask=inside, other=0.0)
+    old_var = tl.load(old_var_ptr + client * old_var_stride + channel, mask=inside, other=1.0)
+    if TRAINING:
+        mean, var = _join(part_ptr, client, part_rows, rows, channel, COUNT, CHANNELS, BLOCK, PARTS)
+    else:
+        mean, var = old_mean, old_var
+    scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * tl.rsqrt(var + eps)
+    beta = tl.load(beta_ptr + client * beta_stride + channel, mask=inside, other=0.0)
     if chunk == 0:
-        tl.store(mean_ptr + client * CHANNELS + channel, mean, mask=inside)
-        tl.store(var_ptr + client * CHANNELS + channel, var, mask=inside)
+        tl.store(mean_ptr + place, mean, mask=inside)
+        tl.store(var_ptr + place, var, mask=inside)
+        if TRAINING:
+            tl.store(new_mean_ptr + place, old_mean + rate * (mean - old_mean), mask=inside)
+            unbiased = var * (rows / (rows - 1.0))
+            tl.store(new_var_ptr + place, old_var + rate * (unbiased - old_var), mask=inside)
+            tl.store(new_counter_ptr + client, tl.load(counter_ptr + client * counter_stride) + 1)
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
     at = (client.to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     y = (x - mean[None, :]) * scale[None, :] + beta[None, :]
+    if ADD:
+        y += tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if RELU:
+        y = tl.maximum(y, 0.0)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _grad_sums_kernel(
-    x_ptr, dy_ptr, mean_ptr, var_ptr, part_ptr, rows, chunks, eps,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, part_ptr, rows, chunks, eps,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1)
@@ -84,6 +118,8 @@ def _grad_sums_kernel(
     at = (client.to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if RELU:
+        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) > 0, dy, 0.0)
     hat = (x - mean[None, :]) * tl.rsqrt(var + eps)[None, :]
     base = part_ptr + (client * chunks + chunk) * (2 * CHANNELS) + channel
     tl.store(base, tl.sum(dy, 0), mask=inside)
@@ -92,74 +128,123 @@ def _grad_sums_kernel(
 
 @triton.jit
 def _input_grad_kernel(
-    x_ptr, dy_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, rows, chunks, eps,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
+    gamma_stride, rows, chunks, eps, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    TRAINING: tl.constexpr, RELU: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
+    place = client * CHANNELS + channel
     every = tl.arange(0, CHUNKS)
     at = (client * chunks + every)[:, None] * (2 * CHANNELS) + channel[None, :]
     part_mask = (every < chunks)[:, None] & inside[None, :]
     dbeta = tl.sum(tl.load(part_ptr + at, mask=part_mask, other=0.0), 0)
     dgamma = tl.sum(tl.load(part_ptr + at + CHANNELS, mask=part_mask, other=0.0), 0)
     if chunk == 0:
-        tl.store(dgamma_ptr + client * CHANNELS + channel, dgamma, mask=inside)
-        tl.store(dbeta_ptr + client * CHANNELS + channel, dbeta, mask=inside)
-    mean = tl.load(mean_ptr + client * CHANNELS + channel, mask=inside, other=0.0)
-    var = tl.load(var_ptr + client * CHANNELS + channel, mask=inside, other=1.0)
-    gamma = tl.load(gamma_ptr + client * CHANNELS + channel, mask=inside, other=0.0)
-    inverse = tl.rsqrt(var + eps)
+        tl.store(dgamma_ptr + place, dgamma, mask=inside)
+        tl.store(dbeta_ptr + place, dbeta, mask=inside)
+    mean = tl.load(mean_ptr + place, mask=inside, other=0.0)
+    inverse = tl.rsqrt(tl.load(var_ptr + place, mask=inside, other=1.0) + eps)
+    scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * inverse
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
     at = (client.to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    hat = (x - mean[None, :]) * inverse[None, :]
-    dx = (gamma * inverse)[None, :] * (dy - (dbeta / rows)[None, :] - hat * (dgamma / rows)[None, :])
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if RELU:
+        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) > 0, dy, 0.0)
+    if MASKED:
+        tl.store(masked_ptr + at, dy.to(masked_ptr.dtype.element_ty), mask=mask)
+    if TRAINING:
+        hat = (tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
+        dy = dy - (dbeta / rows)[None, :] - hat * (dgamma / rows)[None, :]
+    tl.store(dx_ptr + at, (scale[None, :] * dy).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _shape(x: Tensor) -> tuple[int, int, int, int, int, int]:
-    """(clients, rows, channels, rows of a chunk, chunks, channels of a block) of a channels-last stack."""
+class Cut(NamedTuple):
+    """How a channels-last stack is cut into programs."""
+
+    clients: int
+    rows: int
+    channels: int
+    chunk: int
+    chunks: int
+    block: int
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.chunks, self.clients, triton.cdiv(self.channels, self.block)
+
+
+_ELEMENTS = 8192
+"""Numbers of a program: a tile that stays in registers."""
+_MOST_PARTS = 128
+"""Parts joined at a time."""
+
+
+def _cut(x: Tensor) -> Cut:
     clients, channels = x.shape[0], x.shape[-1]
     rows = x.numel() // (clients * channels)
     block = min(64, triton.next_power_of_2(channels))
     # At most 256 chunks, so that every program can join them all.
-    chunk = max(8192 // block, triton.next_power_of_2(triton.cdiv(rows, 256)))
-    return clients, rows, channels, chunk, triton.cdiv(rows, chunk), block
+    chunk = max(_ELEMENTS // block, triton.next_power_of_2(triton.cdiv(rows, 256)))
+    return Cut(clients, rows, channels, chunk, triton.cdiv(rows, chunk), block)
 
 
-def norm_forward(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean and biased variance of x (client, ..., channel), contiguous, by client and channel."""
-    clients, rows, channels, chunk, chunks, block = _shape(x)
-    parts = torch.empty(clients, chunks, 2, channels, device=x.device)
-    grid = (chunks, clients, triton.cdiv(channels, block))
-    _moments_kernel[grid](x, parts, rows, chunks, CHANNELS=channels, ROWS=chunk, BLOCK=block, num_warps=8)
+class Running(NamedTuple):
+    """The running statistics of a stack of batch norms: (client, channel) each, and the counters (client,)."""
+
+    mean: Tensor
+    var: Tensor
+    counter: Tensor
+
+
+def run_norm(
+    x: Tensor, gamma: Tensor, beta: Tensor, running: Running, *, training: bool, rate: float, eps: float,
+    addend: Tensor | None = None, relu: bool = False, parts: tuple[Tensor, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Running]:  # fmt: skip
+    """y, mean and biased variance of x (client, ..., channel), contiguous, and the moved running statistics.
+
+    Vectors of channels may lie apart from client to client, as views into a longer row. `parts` are moments that the convolution before took, and how many pixels each is of.
+    """
+    cut = _cut(x)
+    if training and parts is None:
+        taken = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
+        _moments_kernel[cut.grid](
+            x, taken, cut.rows, cut.chunks, CHANNELS=cut.channels, ROWS=cut.chunk, BLOCK=cut.block, num_warps=8
+        )
+        parts = taken, cut.chunk
+    moments, part_rows = parts or (gamma, 1)
+    count = moments.shape[1] if training else 1
     y = torch.empty_like(x)
-    mean, var = torch.empty(2, clients, channels, device=x.device)
-    _normalise_kernel[grid](
-        x, parts, gamma, beta, y, mean, var, rows, chunks, eps,
-        CHANNELS=channels, ROWS=chunk, BLOCK=block, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
+    mean, var = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
+    moved = Running(*(each.new_empty(each.shape) for each in running)) if training else running
+    strides = [each.stride(0) for each in (gamma, beta, *running)]
+    _normalise_kernel[cut.grid](
+        x, moments, gamma, beta, x if addend is None else addend, *running, y, mean, var, *moved, *strides,
+        cut.rows, part_rows, rate, eps, COUNT=count, CHANNELS=cut.channels, ROWS=cut.chunk, BLOCK=cut.block,
+        PARTS=min(_MOST_PARTS, triton.next_power_of_2(count)), TRAINING=training, ADD=addend is not None, RELU=relu,
+        num_warps=8,
     )  # fmt: skip
-    return y, mean, var
+    return y, mean, var, moved
 
 
-def norm_backward(
-    x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, gamma and beta."""
-    clients, rows, channels, chunk, chunks, block = _shape(x)
-    parts = torch.empty(clients, chunks, 2, channels, device=x.device)
-    grid = (chunks, clients, triton.cdiv(channels, block))
-    _grad_sums_kernel[grid](
-        x, dy, mean, var, parts, rows, chunks, eps, CHANNELS=channels, ROWS=chunk, BLOCK=block, num_warps=8
-    )
+def run_norm_grad(
+    x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, *, training: bool, eps: float,
+    y: Tensor | None = None, masked: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, gamma and beta; with y, dy is that of its ReLU, which `masked` hands over too."""
+    cut = _cut(x)
+    parts = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
+    shape = {"CHANNELS": cut.channels, "ROWS": cut.chunk, "BLOCK": cut.block, "RELU": y is not None, "num_warps": 8}
+    outer = x if y is None else y
+    _grad_sums_kernel[cut.grid](x, dy, outer, mean, var, parts, cut.rows, cut.chunks, eps, **shape)
     dx = torch.empty_like(x)
-    dgamma, dbeta = torch.empty(2, clients, channels, device=x.device)
-    _input_grad_kernel[grid](
-        x, dy, mean, var, gamma, parts, dx, dgamma, dbeta, rows, chunks, eps,
-        CHANNELS=channels, ROWS=chunk, BLOCK=block, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
+    through = torch.empty_like(dy) if masked else dy.new_empty(0)
+    dgamma, dbeta = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
+    _input_grad_kernel[cut.grid](
+        x, dy, outer, mean, var, gamma, parts, dx, dgamma, dbeta, through, gamma.stride(0), cut.rows, cut.chunks, eps,
+        CHUNKS=triton.next_power_of_2(cut.chunks), TRAINING=training, MASKED=masked, **shape,
     )  # fmt: skip
-    return dx, dgamma, dbeta
+    return dx, dgamma, dbeta, through

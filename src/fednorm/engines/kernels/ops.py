@@ -1,31 +1,52 @@
-"""Convolution and batch norm as operators with a rule for `torch.vmap`: over clients they run as one kernel.
+"""Operators over a stack of clients, by name, so that a traced step can be rewritten: see `fednorm.engines.fusion`.
 
-Outside a mapping they are torch's own. Inside, on a GPU, the Triton kernels run; elsewhere the reference, which is
-torch's grouped convolution.
+Every operator has a reference in plain torch, which runs where the Triton kernels do not (CPU, float64), and which they
+are tested against. Activations are (client, batch, channel, height, width), laid out with the channel last.
 """
+# torch.library reads the annotations of an operator, so this file does without `from __future__ import annotations`.
 
-# The vmap rules name their arguments, where torch's base class has *args.
-# pyright: reportIncompatibleMethodOverride=false
-
-from __future__ import annotations
-
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
-from torch.nn.modules.batchnorm import _BatchNorm
 
-Pair = tuple[int, int]
+from fednorm.engines.kernels.tiles import conv_tile
 
-
-def _kernels_fit(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+HAS_TRITON = find_spec("triton") is not None
 
 
-def _front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    return tensor.movedim(dim, 0) if dim is not None else tensor.expand(size, *tensor.shape)
+def kernels_fit(x: Tensor) -> bool:
+    """Whether the Triton kernels can run on this."""
+    return HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """(client, batch, channel, height, width) as (client, batch, height, width, channel), contiguous."""
+    return x.permute(0, 1, 3, 4, 2).contiguous()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(client, channel), each client's channels side by side."""
+    return x if x.dim() == 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def _filters(w: Tensor) -> Tensor:
+    """(client, out, height, width, in), each client's filters in one piece."""
+    laid = w.permute(0, 1, 3, 4, 2)
+    return laid if laid[0].is_contiguous() else laid.contiguous()
+
+
+def channels_second(x: Tensor) -> Tensor:
+    """The way back, as a view."""
+    return x.permute(0, 1, 4, 2, 3)
+
+
+def master_type(x: Tensor) -> torch.dtype:
+    """The type gradients of weights have: that of the master weights, also where activations are narrower."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _merge_groups(x: Tensor) -> Tensor:
@@ -37,234 +58,150 @@ def _split_groups(y: Tensor, clients: int) -> Tensor:
     return y.unflatten(1, (clients, -1)).transpose(0, 1)
 
 
-class _FirstOrder(torch.autograd.Function):
-    """An operator that is itself a derivative and has none of its own."""
+def _shape(w: Tensor, stride: int, padding: list[int]) -> Any:
+    from fednorm.engines.kernels.conv import Shape
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("second derivatives of the stack operators are not available")
+    return Shape(stride, padding[0], padding[1], w.shape[3], w.shape[4])
 
 
-class _Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, w: Tensor, stride: int, padding: Pair) -> Tensor:
-        return functional.conv2d(x, w.to(x.dtype), None, stride, padding)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, ctx.stride, ctx.padding = inputs
-        ctx.save_for_backward(x, w)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        x, w = ctx.saved_tensors
-        (dy,) = grads
-        size, kernel = tuple(x.shape[-2:]), tuple(w.shape[-2:])
-        dx = _InputGrad.apply(dy, w, size, ctx.stride, ctx.padding) if ctx.needs_input_grad[0] else None
-        return dx, _WeightGrad.apply(x, dy, kernel, ctx.stride, ctx.padding), None, None  # pyright: ignore[reportReturnType]
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, w: Tensor, stride: int, padding: Pair):
-        x, w = _front(x, in_dims[0], info.batch_size), _front(w, in_dims[1], info.batch_size)
-        if _kernels_fit(x):
-            from fednorm.engines.kernels.conv import conv_forward
-
-            return conv_forward(x, w, stride, padding), 0
-        y = functional.conv2d(_merge_groups(x), w.flatten(0, 1).to(x.dtype), None, stride, padding, 1, info.batch_size)
-        return _split_groups(y, info.batch_size), 0
+def _out_size(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> tuple[int, int]:
+    height, width = ((x.shape[3 + i] + 2 * padding[i] - w.shape[3 + i]) // stride + 1 for i in (0, 1))
+    return height, width
 
 
-class _InputGrad(_FirstOrder):
-    @staticmethod
-    def forward(dy: Tensor, w: Tensor, size: Pair, stride: int, padding: Pair) -> Tensor:
-        shape = (dy.shape[0], w.shape[1], *size)
-        return conv2d_input(shape, w.to(dy.dtype), dy, stride, cast(int, padding))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], dy: Tensor, w: Tensor, size: Pair, stride: int, padding: Pair):
-        clients = info.batch_size
-        dy, w = _front(dy, in_dims[0], clients), _front(w, in_dims[1], clients)
-        if _kernels_fit(dy):
-            from fednorm.engines.kernels.conv import conv_input_grad
-
-            return conv_input_grad(dy, w, size, stride, padding), 0
-        shape = (dy.shape[1], clients * w.shape[2], *size)
-        wide = w.flatten(0, 1).to(dy.dtype)
-        dx = conv2d_input(shape, wide, _merge_groups(dy), stride, cast(int, padding), 1, clients)
-        return _split_groups(dx, clients), 0
+def part_rows(ins: int, outs: int) -> int:
+    """How many pixels each part of `conv_moments` covers."""
+    return conv_tile(ins, outs).pixels
 
 
-class _WeightGrad(_FirstOrder):
-    @staticmethod
-    def forward(x: Tensor, dy: Tensor, kernel: Pair, stride: int, padding: Pair) -> Tensor:
-        shape = (dy.shape[1], x.shape[1], *kernel)
-        return conv2d_weight(x, shape, dy, stride, cast(int, padding)).to(_master(x))
+@torch.library.custom_op("fednorm::conv", mutates_args=())
+def conv(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> Tensor:
+    """A convolution with weights per client."""
+    if kernels_fit(x):
+        from fednorm.engines.kernels.conv import run_conv
 
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, dy: Tensor, kernel: Pair, stride: int, padding: Pair
-    ):
-        clients = info.batch_size
-        x, dy = _front(x, in_dims[0], clients), _front(dy, in_dims[1], clients)
-        if _kernels_fit(x):
-            from fednorm.engines.kernels.conv import conv_weight_grad
-
-            return conv_weight_grad(x, dy, kernel, stride, padding), 0
-        shape = (clients * dy.shape[2], x.shape[2], *kernel)
-        dw = conv2d_weight(_merge_groups(x), shape, _merge_groups(dy), stride, cast(int, padding), 1, clients)
-        return dw.unflatten(0, (clients, -1)).to(_master(x)), 0
+        size, shape = _out_size(x, w, stride, padding), _shape(w, stride, padding)
+        return channels_second(run_conv(channels_last(x), _filters(w), size, shape)[0])
+    clients = len(w)
+    y = functional.conv2d(_merge_groups(x), w.flatten(0, 1).to(x.dtype), None, stride, padding, 1, clients)
+    return channels_second(channels_last(_split_groups(y, clients)))
 
 
-def _master(x: Tensor) -> torch.dtype:
-    """The type gradients of weights have: that of the master weights, also where activations are narrower."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+@torch.library.custom_op("fednorm::conv_moments", mutates_args=())
+def conv_moments(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> tuple[Tensor, Tensor]:
+    """A convolution, and (client, part, 2, channel): mean and squared deviations of the pixels of each part."""
+    if kernels_fit(x):
+        from fednorm.engines.kernels.conv import run_conv
+
+        size, shape = _out_size(x, w, stride, padding), _shape(w, stride, padding)
+        y, parts = run_conv(channels_last(x), _filters(w), size, shape, moments=True)
+        return channels_second(y), parts
+    y = conv(x, w, stride, padding)
+    chunks = channels_last(y).flatten(1, 3).to(master_type(y)).split(part_rows(w.shape[2], w.shape[1]), 1)
+    moments = [torch.stack([c.mean(1), (c - c.mean(1, True)).square().sum(1)], 1) for c in chunks]
+    return y, torch.stack(moments, 1)
 
 
-class _Norm(torch.autograd.Function):
-    """y, mean and biased variance; the statistics carry no gradient of their own."""
+@torch.library.custom_op("fednorm::conv_input_grad", mutates_args=())
+def conv_input_grad(
+    dy: Tensor, w: Tensor, size: list[int], stride: int, padding: list[int], addend: Tensor | None = None
+) -> Tensor:
+    """The gradient of a convolution's input, of this height and width, with something added."""
+    if kernels_fit(dy):
+        from fednorm.engines.kernels.conv import run_conv
 
-    @staticmethod
-    def forward(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        wide = x.to(gamma.dtype)
-        var, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
-        hat = (wide - _channels(mean)) * _channels((var + eps).rsqrt())
-        return (hat * _channels(gamma) + _channels(beta)).to(x.dtype), mean, var
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, gamma, _, ctx.eps = inputs
-        _, mean, var = output
-        ctx.mark_non_differentiable(mean, var)
-        ctx.save_for_backward(x, gamma, mean, var)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, gamma, mean, var = ctx.saved_tensors
-        return (*_NormGrad.apply(x, grads[0], mean, var, gamma, ctx.eps), None)  # pyright: ignore[reportGeneralTypeIssues]
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, gamma: Tensor, beta: Tensor, eps: float):
-        x, gamma, beta = (_front(t, d, info.batch_size) for t, d in zip((x, gamma, beta), in_dims, strict=False))
-        if _kernels_fit(x):
-            from fednorm.engines.kernels.conv import channels_last
-            from fednorm.engines.kernels.norm import norm_forward
-
-            y, mean, var = norm_forward(channels_last(x), gamma.contiguous(), beta.contiguous(), eps)
-            return (y.permute(0, 1, 4, 2, 3), mean, var), (0, 0, 0)
-        parts = [_Norm.forward(*each, eps) for each in zip(x, gamma, beta, strict=True)]
-        y, mean, var = (torch.stack(each) for each in zip(*parts, strict=True))
-        return (y, mean, var), (0, 0, 0)
+        extra = None if addend is None else channels_last(addend)
+        shape, out = _shape(w, stride, padding), (size[0], size[1])
+        grad, _ = run_conv(channels_last(dy), _filters(w), out, shape, backward=True, addend=extra)
+        return channels_second(grad)
+    clients = len(w)
+    wide = w.flatten(0, 1).to(dy.dtype)
+    shape = (dy.shape[1], clients * w.shape[2], *size)
+    dx = conv2d_input(shape, wide, _merge_groups(dy), stride, cast(int, tuple(padding)), 1, clients)
+    dx = channels_second(channels_last(_split_groups(dx, clients)))
+    return dx if addend is None else dx + addend
 
 
-class _NormGrad(_FirstOrder):
-    @staticmethod
-    def forward(x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, eps: float):
-        wide, grad = x.to(gamma.dtype), dy.to(gamma.dtype)
-        inverse = (var + eps).rsqrt()
-        hat = (wide - _channels(mean)) * _channels(inverse)
-        dgamma, dbeta = (grad * hat).sum((0, 2, 3)), grad.sum((0, 2, 3))
-        count = wide.numel() // wide.shape[1]
-        centred = grad - _channels(dbeta / count) - hat * _channels(dgamma / count)
-        return (_channels(gamma * inverse) * centred).to(x.dtype), dgamma, dbeta
+@torch.library.custom_op("fednorm::conv_weight_grad", mutates_args=())
+def conv_weight_grad(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int]) -> Tensor:
+    """The gradient of a convolution's weights, laid out as (client, out, height, width, in)."""
+    if kernels_fit(x):
+        from fednorm.engines.kernels.conv import Shape, run_weight_grad
 
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        x: Tensor,
-        dy: Tensor,
-        mean: Tensor,
-        var: Tensor,
-        gamma: Tensor,
-        eps: float,
-    ):
-        given = zip((x, dy, mean, var, gamma), in_dims, strict=False)
-        x, dy, mean, var, gamma = (_front(t, d, info.batch_size) for t, d in given)
-        if _kernels_fit(x):
-            from fednorm.engines.kernels.conv import channels_last
-            from fednorm.engines.kernels.norm import norm_backward
-
-            stats = mean.contiguous(), var.contiguous(), gamma.contiguous()
-            dx, dgamma, dbeta = norm_backward(channels_last(x), channels_last(dy), *stats, eps)
-            return (dx.permute(0, 1, 4, 2, 3), dgamma, dbeta), (0, 0, 0)
-        parts = [_NormGrad.forward(*each, eps) for each in zip(x, dy, mean, var, gamma, strict=True)]
-        return tuple(torch.stack(each) for each in zip(*parts, strict=True)), (0, 0, 0)
+        shape = Shape(stride, padding[0], padding[1], kernel[0], kernel[1])
+        return channels_second(run_weight_grad(channels_last(x), channels_last(dy), shape))
+    clients = len(x)
+    shape = (clients * dy.shape[2], x.shape[2], *kernel)
+    dw = conv2d_weight(_merge_groups(x), shape, _merge_groups(dy), stride, cast(int, tuple(padding)), 1, clients)
+    return channels_second(channels_last(dw.unflatten(0, (clients, -1)).to(master_type(x))))
 
 
-def _channels(values: Tensor) -> Tensor:
-    return values.view(1, -1, 1, 1)
+def _spread(values: Tensor) -> Tensor:
+    """(client, channel) as a factor of (client, batch, channel, height, width)."""
+    return values[:, None, :, None, None]
 
 
-class StackConv2d(nn.Conv2d):
-    """A Conv2d whose mapping over clients is one kernel."""
+@torch.library.custom_op("fednorm::norm", mutates_args=())
+def norm(
+    x: Tensor, gamma: Tensor, beta: Tensor, running_mean: Tensor, running_var: Tensor, counter: Tensor,
+    training: bool, rate: float, eps: float, addend: Tensor | None = None, relu: bool = False,
+    parts: Tensor | None = None, part_rows: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, the mean and biased variance it was normalised by, and what the running statistics become.
 
-    narrow: torch.dtype | None = None
-    dense = False
-
-    def forward(self, input: Tensor) -> Tensor:
-        x = input if self.narrow is None else input.to(self.narrow)
-        y: Any = _Conv.apply(x, self.weight, self.stride[0], tuple(self.padding))
-        if self.dense:
-            y = y.contiguous()
-        return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, 1, 1)
-
-
-class StackBatchNorm2d(nn.BatchNorm2d):
-    """A BatchNorm2d whose training pass over a stack of clients is two kernels."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.weight is None:
-            return super().forward(input)
-        y, mean, var = _Norm.apply(input, self.weight, self.bias, self.eps)  # pyright: ignore[reportGeneralTypeIssues]
-        count = input.numel() // input.shape[1]
-        counter, running_mean, running_var = self.num_batches_tracked, self.running_mean, self.running_var
-        if counter is not None and running_mean is not None and running_var is not None:
-            counter.add_(1)
-            rate = self.momentum if self.momentum is not None else 1 / counter.to(mean.dtype)
-            running_mean.add_(rate * (mean - running_mean))
-            running_var.add_(rate * (var * (count / (count - 1)) - running_var))
-        return y
-
-
-def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
-    """Let a model's plain convolutions and batch norms run as stack operators; returns how many changed.
-
-    Only exact types change: a subclass may compute something else. Tensors and keys stay. With `narrow` (bfloat16)
-    convolutions round their inputs and hand on what is narrow; every other layer with parameters is given its own
-    type, so any model runs.
+    In place of batch statistics, `training` false takes the running ones, which stay (the last three are empty).
     """
-    # Torch's own batch norm cannot be mapped over channels-last activations (torch 2.11 to 2.13).
-    dense = any(isinstance(m, _BatchNorm) and type(m) is not nn.BatchNorm2d for m in model.modules())
-    changed = 0
-    for module in model.modules():
-        if type(module) is nn.Conv2d and _plain(module):
-            module.__class__ = StackConv2d
-            vars(module).update(narrow=narrow, dense=dense)
-        elif type(module) is nn.BatchNorm2d:
-            module.__class__ = StackBatchNorm2d
-        else:
-            if narrow is not None and next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_pre_hook(_widen)
-            continue
-        changed += 1
-    return changed
+    if kernels_fit(x):
+        from fednorm.engines.kernels.norm import Running, run_norm
+
+        running = Running(_rows(running_mean), _rows(running_var), counter)
+        y, mean, var, moved = run_norm(
+            channels_last(x), _rows(gamma), _rows(beta), running, training=training, rate=rate, eps=eps,
+            addend=None if addend is None else channels_last(addend), relu=relu,
+            parts=None if parts is None else (parts, part_rows),
+        )  # fmt: skip
+        if not training:
+            return channels_second(y), mean, var, mean.new_empty(0), mean.new_empty(0), counter.new_empty(0)
+        return channels_second(y), mean, var, moved.mean, moved.var, moved.counter
+    wide = x.to(gamma.dtype)
+    if training:
+        var, mean = torch.var_mean(wide, (1, 3, 4), correction=0)
+    else:
+        mean, var = running_mean.clone(), running_var.clone()
+    y = (wide - _spread(mean)) * _spread((var + eps).rsqrt() * gamma) + _spread(beta)
+    y = y if addend is None else y + addend
+    y = channels_second(channels_last((y.relu() if relu else y).to(x.dtype)))
+    if not training:
+        return y, mean, var, mean.new_empty(0), mean.new_empty(0), counter.new_empty(0)
+    count = x.numel() // (x.shape[0] * x.shape[2])
+    new_mean = running_mean + rate * (mean - running_mean)
+    return y, mean, var, new_mean, running_var + rate * (var * (count / (count - 1)) - running_var), counter + 1
 
 
-def _widen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give a layer its inputs in the type of its parameters."""
-    wide = next(module.parameters(recurse=False)).dtype
-    return tuple(a.to(wide) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+@torch.library.custom_op("fednorm::norm_grad", mutates_args=())
+def norm_grad(
+    x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, training: bool, eps: float,
+    y: Tensor | None = None, masked: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, gamma and beta; with y, the output of a ReLU after the norm, dy is that ReLU's gradient.
 
+    The last is dy behind the ReLU, where `masked` asks for it, else empty.
+    """
+    if kernels_fit(x):
+        from fednorm.engines.kernels.norm import run_norm_grad
 
-def _plain(conv: nn.Conv2d) -> bool:
-    return (
-        conv.groups == 1
-        and conv.dilation == (1, 1)
-        and conv.stride[0] == conv.stride[1]
-        and not isinstance(conv.padding, str)
-        and conv.padding_mode == "zeros"
-    )
+        dx, dgamma, dbeta, through = run_norm_grad(
+            channels_last(x), channels_last(dy), mean, var, _rows(gamma), training=training, eps=eps,
+            y=None if y is None else channels_last(y), masked=masked,
+        )  # fmt: skip
+        return channels_second(dx), dgamma, dbeta, channels_second(through) if masked else through
+    dz = dy if y is None else torch.where(y > 0, dy, 0)
+    wide, grad = x.to(gamma.dtype), dz.to(gamma.dtype)
+    inverse = (var + eps).rsqrt()
+    hat = (wide - _spread(mean)) * _spread(inverse)
+    dgamma, dbeta = (grad * hat).sum((1, 3, 4)), grad.sum((1, 3, 4))
+    if training:
+        count = x.numel() // (x.shape[0] * x.shape[2])
+        grad = grad - _spread(dbeta / count) - hat * _spread(dgamma / count)
+    dx = channels_second(channels_last((_spread(gamma * inverse) * grad).to(x.dtype)))
+    return dx, dgamma, dbeta, channels_second(channels_last(dz)) if masked else dy.new_empty(0)

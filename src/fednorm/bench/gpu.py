@@ -1,0 +1,106 @@
+"""A step of all clients on a GPU: the plain loop, our engines, and one centralized step on the same images."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from fednorm.bench.options import PRECISIONS, Options
+from fednorm.bench.plain_steps import FORMS, backends, centralized, client_loop
+from fednorm.bench.pools import random_images
+from fednorm.bench.report import Progress, Section, measured
+from fednorm.bench.timing import Play, Race, course_of, repeated
+from fednorm.config import RunConfig, updated
+from fednorm.data.federation import Federation
+from fednorm.engines.rounds import Run
+from fednorm.plan import make_plan
+from fednorm.store import Store
+
+BATCH, IMAGES = 20, 1000
+FOREVER = 1_000_000_000
+"""Rounds, and rounds between two checkpoints or scorings: more than are ever played."""
+EVERY_STEP = "stacked bf16, merged after every step"
+
+
+def section(options: Options) -> Section:
+    settings = {"model": options.model, "batch": BATCH, "images a client": IMAGES, "augment": "crop(2)+flip"}
+    settings |= {"optimizer": "SGD, momentum 0.9, weight decay 1e-4", "local_steps": options.local_steps}
+    settings |= {"central": "bf16 autocast, channels-last", "data": "random"}
+    return Section("gpu", settings)
+
+
+def measure(options: Options, found: Section, progress: Progress) -> None:
+    """Fill a section, one number of clients after the other."""
+    for clients in options.clients:
+        workload = f"{options.model}, batch {BATCH}, {clients} clients"
+        progress.workload(f"gpu: {workload}")
+        race = Race()
+        try:
+            race.run(variants(clients, options, race.notes, progress), options.effort, progress.now)
+        finally:
+            found.measurements += measured(workload, "ms a step", race.times, race.notes, 1e3)
+            found.references[workload] = "central compiled" if options.device.type == "cuda" else "central eager"
+            _note_ratios(found, workload, str(clients))
+
+
+def _note_ratios(found: Section, workload: str, clients: str) -> None:
+    median = found.of(workload)
+
+    def ratio(one: str, other: str) -> float | None:
+        return round(median[one] / median[other], 4) if one in median and other in median else None
+
+    speed_ups = {each: ratio(f"plain {each}", f"stacked {each}") for each in PRECISIONS}
+    if any(speed_ups.values()):
+        found.key("ratio.plain/stacked", clients, {each: value for each, value in speed_ups.items() if value})
+    for key, variant in (("stacked_bf16", "stacked bf16"), ("stacked_bf16_every_step", EVERY_STEP)):
+        value = ratio(variant, "central compiled")
+        if value:
+            found.key(f"ratio.{key}/central_compiled", clients, value)
+
+
+def variants(clients: int, options: Options, notes: dict[str, str], progress: Progress) -> dict[str, Play]:
+    """What is timed; on a CPU only what makes sense there."""
+    model, device, steps = options.model, options.device, options.local_steps
+    on_gpu = device.type == "cuda"
+    precisions, forms = (PRECISIONS, FORMS) if on_gpu else (("fp32",), FORMS[:1])
+    slow = "tf32" if on_gpu else "fp32"
+    data = random_images(clients, IMAGES)
+    found: dict[str, Play] = {}
+    for precision in precisions:
+        found[f"plain {precision}"] = repeated(client_loop(model, clients, BATCH, precision, device), device)
+    found[f"sequential {slow}"] = engine(model, data, "sequential", slow, 1, device)
+    for precision in precisions:
+        found[f"stacked {precision}"] = engine(model, data, "stacked", precision, steps, device)
+    if on_gpu:
+        found[EVERY_STEP] = engine(model, data, "stacked", "bf16", 1, device)
+    for form in forms:
+        started = time.perf_counter()
+        progress.now(f"central {form}: making it ready")
+        try:
+            found[f"central {form}"] = repeated(centralized(model, clients * BATCH, form, device), device)
+        except RuntimeError as error:  # a machine without a C compiler, say
+            progress.line(f"central {form} left out: {str(error).strip().splitlines()[0]}")
+        if form == "compiled":
+            notes["central compiled"] = f"compiled in {time.perf_counter() - started:.1f} s"
+    return found
+
+
+def engine(model: str, data: Federation, name: str, precision: str, local_steps: int, device: torch.device) -> Play:
+    """Seconds of a step of all clients, inside the rounds of a run that neither scores nor writes checkpoints."""
+    settings: dict[str, Any] = {"model": model, "rounds": FOREVER, "train.local_steps": local_steps}
+    settings |= {"train.batch_size": BATCH, "train.lr": 0.001, "train.momentum": 0.9, "train.weight_decay": 1e-4}
+    settings |= {"train.augment": "crop(2)+flip", "eval.every": FOREVER, "engine.checkpoint_every": FOREVER}
+    settings |= {"engine.name": name, "engine.precision": precision, "engine.device": str(device)}
+    config = updated(RunConfig(), settings)
+    course: list[Play] = []
+
+    def play(seconds: float) -> float:
+        with backends(precision, search=None):  # cuDNN as the run itself sets it
+            if not course:
+                plan = make_plan(config, federation=data)
+                course.append(course_of(Run(plan, Store()).rounds(), device))
+            return course[0](seconds) / local_steps
+
+    return play

@@ -1,0 +1,194 @@
+"""Clocks: variants timed in turn, again and again in another order, on a machine that is watched for other work."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+QUIET = 0.05
+"""A timing counts if other programs took less than this share of the cores meanwhile."""
+TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+Play = Callable[[float], float]
+"""Plays for about so many seconds, and returns the seconds of one unit (a step, a round); for 0, only warms up."""
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much time a benchmark may take."""
+
+    turns: int = 5
+    """timings of each variant; slow ones get fewer, at least two"""
+    seconds: float = 0.5
+    """of one timing, at least"""
+    minutes: float = 0.0
+    """how long to wait for quiet cores, in all"""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one unit, and which share of the cores other programs took meanwhile."""
+
+    seconds: float
+    foreign: float = 0.0
+
+    @property
+    def quiet(self) -> bool:
+        return self.foreign < QUIET
+
+
+@dataclass
+class Race:
+    """Timings by variant, there to be read at any moment of a race."""
+
+    times: dict[str, list[Timing]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def run(self, variants: Mapping[str, Play], effort: Effort, tell: Tell) -> None:
+        """Time every variant until each has its quiet timings, or patience ends."""
+        draw = random.Random(0)  # noqa: S311
+        for name, play in variants.items():
+            tell(f"warming up {name}")
+            play(0.0)
+        deadline = time.perf_counter() + 60 * effort.minutes
+        spent = dict.fromkeys(variants, 0.0)
+        self.times |= {name: [] for name in variants}
+
+        def lacks(name: str) -> bool:
+            turns, late = self.times[name], time.perf_counter() > deadline
+            slow = spent[name] > 2 * effort.turns * effort.seconds
+            wanted = min(2, effort.turns) if slow else effort.turns
+            return sum(turn.quiet or late for turn in turns) < wanted and not (late and len(turns) >= wanted)
+
+        while lacking := [name for name in variants if lacks(name)]:
+            draw.shuffle(lacking)
+            for name in lacking:
+                tell(f"{name}, timing {len(self.times[name]) + 1}")
+                wait_for_quiet(deadline)
+                started = time.perf_counter()
+                self.times[name].append(timed(variants[name], effort.seconds))
+                spent[name] += time.perf_counter() - started
+
+
+def timed(play: Play, seconds: float) -> Timing:
+    """One timing, with what other programs did meanwhile."""
+    before, started = foreign_seconds(), time.perf_counter()
+    found = play(seconds)
+    wall = time.perf_counter() - started
+    return Timing(found, max(0.0, foreign_seconds() - before) / ((os.cpu_count() or 1) * wall))
+
+
+def wait_for_quiet(deadline: float) -> None:
+    """Until the cores are idle, or the deadline."""
+    while time.perf_counter() < deadline and not timed(_sleep, 0.3).quiet:
+        pass
+
+
+def _sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def foreign_seconds() -> float:
+    """CPU seconds that others than this program and its processes have used; 0 where the system does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
+    ended = os.times()
+    own = time.process_time() + ended.children_user + ended.children_system
+    for child in multiprocessing.active_children():
+        own += sum(map(int, Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / TICKS
+    return (user + nice + system + irq + softirq + steal) / TICKS - own
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def repeated(unit: Callable[[], object], device: torch.device) -> Play:
+    """Plays a function again and again; a GPU is waited for at the ends only."""
+
+    def play(seconds: float) -> float:
+        synchronize(device)
+        started, count, batch = time.perf_counter(), 0, 1
+        while count == 0 or time.perf_counter() - started < seconds:
+            for _ in range(batch):
+                unit()
+            synchronize(device)
+            count += batch
+            batch = min(2 * batch, 64)  # few waits where units are short, few units where they are long
+        return (time.perf_counter() - started) / count
+
+    return play
+
+
+def course_of(rows: Iterator[Any], device: torch.device) -> Play:
+    """Plays on in a run's rounds, however its rows come: one by one, or a GPU's in bursts.
+
+    Rows of a burst were finished together: the wait for the first of them was for all. How many they are shows when the
+    next burst begins, so each call ends there, and the next call counts what was waited for then.
+    """
+    waited = 0.0
+
+    def play(seconds: float) -> float:
+        nonlocal waited
+        bursts, total, count, size = 0, 0.0, 0, 1
+        synchronize(device)
+        while True:
+            asked = time.perf_counter()
+            next(rows)
+            wait = time.perf_counter() - asked
+            if wait < 0.1 * waited / size:  # even a burst of one round takes longer
+                size += 1
+                continue
+            bursts, total, count = bursts + 1, total + waited, count + size
+            waited, size = wait, 1
+            # A run's first burst also compiles and captures: to warm up is to leave it behind.
+            if (total >= seconds > 0) or (seconds == 0 and bursts == 2):
+                return total / count
+
+    return play
+
+
+def steady_seconds(started: float, at: Sequence[float]) -> float | None:
+    """Seconds of a round from the moments its rows came, None while too few have come.
+
+    Rows that come at once were finished together, so only the first of a burst tells the time. From the first row of
+    one burst to that of another, all rounds of the bursts after the first are done. The first burst of all may have
+    waited for us, and is left out.
+
+    >>> steady_seconds(0.0, [1.0, 2.0, 3.0, 4.0, 5.0])
+    1.0
+    >>> steady_seconds(0.0, [2.0, 2.0, 4.0, 4.0, 6.0, 6.0, 8.0, 8.0])
+    1.0
+    """
+    waits = [now - before for before, now in zip([started, *at], at, strict=False)]
+    usual = (at[-1] - started) / len(at) / 2
+    firsts = [place for place, wait in enumerate(waits) if wait >= usual][1:]
+    if len(firsts) < 3:
+        return None
+    return (at[firsts[-2]] - at[firsts[0]]) / (firsts[-1] - firsts[1])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for torch, given back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,269 @@
+"""One phase of a round as three programs over tensors on the device: start, local step, merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+
+from fednorm.batches import Batches
+from fednorm.client import Step, training_mode
+from fednorm.engines.base import step_spec
+from fednorm.engines.flat import ALIGNMENT, Flats, Layout, aligned
+from fednorm.engines.program import Program, Rows
+from fednorm.method import Phase
+from fednorm.optim import joined
+from fednorm.pieces.weights import Reports
+from fednorm.plan import Plan
+from fednorm.server import keys_with, merge_stack
+from fednorm.state import Kind, Policy, Tree
+
+LOSSES = ("all", "last_epoch", "last_batch")
+_PARTS = ("params", "rest", "buffers")
+"""A client's state as a step takes it: what is trained, the rest of the model's, and the optimizer's."""
+_SERVERS = (Policy.SHARED, Policy.FROZEN)
+
+
+class NotAProgram(Exception):
+    """A phase that is more than a function of tensors with a place each; it is played the ordinary way."""
+
+
+def named(prefix: str, flats: Flats) -> Tree:
+    """Entries of a state that belong together."""
+    return {f"{prefix}:{name}": flat for name, flat in flats.items()}
+
+
+def unnamed(prefix: str, state: Tree) -> Flats:
+    """The entries that `named` gave this prefix."""
+    start = f"{prefix}:"
+    return {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+
+
+class Exchange:
+    """The programs of a phase for some runs with so many clients each, all with so many steps on batches of one size.
+
+    `common` is the state that all exchanges share: `server`, `initial` and what merges remember (a row a run), and
+    `local` (a row a client). Which runs take part and which clients is in each message. Stacks have a row for each
+    client of each run that takes part; `memory` names what merges remember of these runs.
+    """
+
+    def __init__(
+        self, plan: Plan, phase: Phase, common: Tree, layouts: Mapping[str, Layout], batches: Batches,
+        *, runs: int, clients: int, steps: int, batch_size: int, log_rows: int, memory: frozenset[str],
+        keep: bool,
+    ) -> None:  # fmt: skip
+        self.plan, self.phase, self.batches = plan, phase, batches
+        self.runs, self.clients, self.steps, self.log_rows = runs, clients, steps, log_rows
+        self.schema = plan.schema(phase)
+        self.numbers = list(plan.numbers(phase, 1))
+        self.turn = 0
+        self.memory, self.keep = memory, keep
+        self.remembered: Tree = {}
+        self._snapshot: tuple[int, Tensor] | None = None
+        self._common, self._layouts = common, layouts
+        rows = self.rows = runs * clients
+        message = {
+            "batch_rows": (steps, rows, batch_size),
+            "batch_keys": (steps, rows),
+            "batch_draws": tuple(batches.draws(torch.zeros(steps, rows, dtype=torch.int64), batch_size).shape),
+            "numbers": (len(self.numbers), rows),
+            "places": (rows,),
+            "num_examples": (rows,),
+            "last_epoch": (rows,),
+            "runs": (runs,),
+        }
+        sizes = [prod(shape) for shape in message.values()]
+        self._inbox = torch.zeros(sum(sizes), dtype=torch.int64, device=plan.device)
+        self._message = {
+            name: (part.view(torch.float64) if name == "numbers" else part).view(shape)
+            for (name, shape), part in zip(message.items(), self._inbox.split(sizes), strict=True)
+        }
+        width = len(LOSSES) + len(phase.measures) + 1
+        self._own: Tree = {
+            "step": torch.zeros(1, dtype=torch.int64, device=plan.device),
+            "slot": torch.zeros(1, dtype=torch.int64, device=plan.device),
+            "losses": torch.zeros(steps, rows, dtype=torch.float64, device=plan.device),
+            "log": torch.zeros(log_rows, width, rows, dtype=torch.float64, device=plan.device),
+        }
+        self._stacks = {part: self._layout(part) for part in _PARTS}
+        for part, flats in self._start_flats(self._state).items():
+            self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
+        self._programs: dict[str, Program] = {}
+
+    @property
+    def _state(self) -> Tree:
+        return {**self._common, **self._message, **self._own}
+
+    def send(self, parts: Mapping[str, Tensor]) -> None:
+        """Write the message of the next exchange, behind the work that is still under way."""
+        flat = torch.cat([parts[name].view(torch.int64).flatten() for name in self._message])
+        self._inbox.copy_(flat.pin_memory() if self._inbox.is_cuda else flat, non_blocking=True)
+
+    def play(self) -> int:
+        """Start, all local steps, merge; nothing here waits for the device. Returns where the reports will be."""
+        self._run("start", self._start)
+        for _ in range(self.steps):
+            self._run("step", self._step)
+        self._run("merge", self._merge)
+        self.turn += 1
+        return (self.turn - 1) % self.log_rows
+
+    def log(self) -> Tensor:
+        """(slot, loss or measure or health, client of a run): what clients reported, read back once an exchange."""
+        if self._snapshot is None or self._snapshot[0] != self.turn:
+            self._snapshot = self.turn, self._own["log"].cpu()
+        return self._snapshot[1]
+
+    def remembers(self) -> Tree:
+        """What the merge will remember, with a row a run: found by trying it, since a first merge may begin to."""
+        return unnamed("memory", {key: value for key, (_, value) in self._merge(self._state)[1].items()})
+
+    def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]]) -> None:
+        if name not in self._programs:
+            with training_mode(self.plan.prepared.model, self.phase.rule.hold):
+                self._programs[name] = Program(function, self._state)
+        self._programs[name]()
+
+    def _layout(self, part: str) -> Layout:
+        """A stack's layout: what the server sends lies together, then what clients keep, then what starts anew."""
+        trained = {entry.key for entry in self.plan.prepared.trained(self.phase)}
+
+        def belongs(key: str) -> str:
+            if key in trained:
+                return "params"
+            return "buffers" if self.schema[key][0].kind is Kind.OPTIMIZER else "rest"
+
+        # Entries of an odd size come last, so that the others begin at addresses that kernels can read quickly.
+        keys = [key for key in self.schema if belongs(key) == part]
+        keys.sort(key=lambda key: (self._source(key), self.schema[key][0].size % ALIGNMENT != 0))
+        channels_last = self._layouts["server"].channels_last
+        return Layout({key: (self.schema[key][0].shape, self.schema[key][0].dtype) for key in keys}, channels_last)
+
+    def _source(self, key: str) -> int:
+        """0: the server's, 1: the client's own, 2: initial values, 3: zeros, which optimizers start from."""
+        policy = self.schema[key][1]
+        fresh = 2 if key in self._layouts["server"].shapes else 3
+        return 0 if policy in _SERVERS else 1 if policy is Policy.LOCAL else fresh
+
+    def _start_flats(self, state: Tree) -> dict[str, Flats]:
+        """What the clients start from: the server's entries, their own, or fresh ones, as the policies say."""
+        server, initial = (self._of_runs(prefix, state) for prefix in ("server", "initial"))
+        local = self._layouts["local"].unpack_as_laid(
+            {name: flat.index_select(0, state["places"]) for name, flat in unnamed("local", state).items()}
+        )
+
+        def row(key: str) -> Tensor:
+            source = (server, local, initial)[self._source(key)]
+            return source[key].reshape(len(source[key]), -1)
+
+        def join(keys: list[str]) -> Tensor:
+            groups = [[key for key in keys if self._source(key) == source] for source in range(4)]
+            parts = [self._for_each_client(torch.cat([row(key) for key in group], 1)) for group in groups[:3] if group]
+            if groups[3]:
+                width = sum(self.schema[key][0].size for key in groups[3])
+                kind = self.schema[groups[3][0]][0].dtype
+                parts.append(torch.zeros(self.rows, width, dtype=kind, device=self.plan.device))
+            return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+        return {part: {name: join(keys) for name, keys in layout.keys.items()} for part, layout in self._stacks.items()}
+
+    def _of_runs(self, prefix: str, state: Tree) -> Tree:
+        """The server's entries, or their initial values, of the runs that take part."""
+        flats = {name: flat.index_select(0, state["runs"]) for name, flat in unnamed(prefix, state).items()}
+        return self._layouts["server"].unpack_as_laid(flats)
+
+    def _for_each_client(self, rows: Tensor) -> Tensor:
+        """Rows of runs as rows of their clients; rows of clients as they are."""
+        if len(rows) == self.rows:
+            return rows
+        return rows.unsqueeze(1).expand(self.runs, self.clients, -1).reshape(self.rows, -1)
+
+    def _start(self, state: Tree) -> tuple[Tree, Rows]:
+        new: Tree = {"step": torch.zeros_like(state["step"])}
+        for part, flats in self._start_flats(state).items():
+            new |= named(part, flats)
+        return new, {}
+
+    def _step(self, state: Tree) -> tuple[Tree, Rows]:
+        at = state["step"]
+        keys = state["batch_keys"].index_select(0, at)[0]
+        x, y = self.batches.gather(*(state[name].index_select(0, at)[0] for name in ("batch_rows", "batch_draws")))
+        params, rest, buffers = (self._stacks[part].unpack(unnamed(part, state)) for part in _PARTS)
+        # Layers move their statistics in place, here in copies that tracing takes out again.
+        rest = {key: value.clone() for key, value in rest.items()}
+        anchor = self._stacks["params"].unpack(self._start_flats(state)["params"])
+        dtype = next(iter(params.values())).dtype
+        numbers = {name: row.to(dtype) for name, row in zip(self.numbers, state["numbers"], strict=True)}
+        out = self._mapped_step()(params, rest, buffers, anchor, x, y, keys, numbers)
+        new: Tree = {"step": at + 1}
+        for part, tree in zip(_PARTS, (out.params, out.rest, out.buffers), strict=True):
+            if extra := tree.keys() - self._stacks[part].shapes.keys():
+                raise NotAProgram(f"its steps make new state ({', '.join(sorted(extra))})")
+            new |= named(part, self._stacks[part].pack(tree))
+        return new, {"losses": (at, out.loss.to(torch.float64).unsqueeze(0))}
+
+    def _mapped_step(self) -> Step:
+        spec = step_spec(self.plan, self.phase, probing=False)
+        spec = replace(
+            spec,
+            differentiate=lambda f: grad_and_value(f, has_aux=True),
+            optimizer=joined(spec.optimizer, self._layouts["server"].channels_last),
+        )
+        return torch.vmap(self.phase.step(spec))
+
+    def _merge(self, state: Tree) -> tuple[Tree, Rows]:
+        flats = {part: unnamed(part, state) for part in _PARTS}
+        end = {key: v for part in _PARTS for key, v in self._stacks[part].unpack_as_laid(flats[part]).items()}
+        losses = self._loss_summary(state)
+        scalars = self._measured(state, flats)
+        each = (losses, scalars, {key: end[key] for key in keys_with(self.schema, Policy.SHARED)})
+        by_run = [{key: value.unflatten(0, (self.runs, self.clients)) for key, value in tree.items()} for tree in each]
+        server = self._of_runs("server", state)
+        memory = {key: state[f"memory:{key}"].index_select(0, state["runs"]) for key in self.memory}
+        sizes = state["num_examples"].to(torch.float64).view(self.runs, self.clients)
+
+        def merge_run(server: Tree, memory: Tree, sizes: Tensor, losses: Tree, scalars: Tree, shared: Tree):
+            return merge_stack(self.phase, server, shared, Reports(sizes, losses, scalars), self.schema, memory)
+
+        merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
+        report = torch.stack([*losses.values(), *scalars.values(), self._healthy(flats)])
+        changed = {**named("server", self._layouts["server"].pack_as_laid(merged)), **named("memory", remembered)}
+        rows: Rows = {key: (state["runs"], value) for key, value in changed.items()}
+        rows["log"] = state["slot"], report.unsqueeze(0)
+        return {"slot": (state["slot"] + 1) % self.log_rows}, {**rows, **self._kept_rows(state, end)}
+
+    def _loss_summary(self, state: Tree) -> Tree:
+        losses, last = state["losses"], state["last_epoch"].clamp(max=self.steps)
+        age = torch.arange(self.steps, device=losses.device).unsqueeze(1)
+        late = torch.where(age >= self.steps - last, losses, 0)
+        return dict(zip(LOSSES, (losses.mean(0), late.sum(0) / last, losses[-1]), strict=True))
+
+    def _measured(self, state: Tree, flats: dict[str, Flats]) -> Tree:
+        if not self.phase.measures:
+            return {}
+        begun = self._start_flats(state)
+        end, start = ({k: v for p in _PARTS for k, v in self._stacks[p].unpack(f[p]).items()} for f in (flats, begun))
+        facts = self.plan.prepared.facts
+        return {
+            name: torch.vmap(lambda end, start, measure=measure: measure(end, start, facts))(end, start).double()
+            for name, measure in self.phase.measures.items()
+        }
+
+    def _healthy(self, flats: dict[str, Flats]) -> Tensor:
+        """1 for clients all of whose numbers are finite, else 0."""
+        floats = [flat for each in flats.values() for flat in each.values() if flat.is_floating_point()]
+        return torch.stack([flat.isfinite().all(1) for flat in floats]).all(0).to(torch.float64)
+
+    def _kept_rows(self, state: Tree, end: Tree) -> Rows:
+        """What clients keep, as rows of the arena; entries that are not theirs in this phase stay."""
+        held = unnamed("local", state)
+        if not held or not self.keep:
+            return {}
+        mine = self._layouts["local"].unpack_as_laid({n: f.index_select(0, state["places"]) for n, f in held.items()})
+        kept = {key: end[key] for key in keys_with(self.schema, Policy.LOCAL)}
+        flats = self._layouts["local"].pack_as_laid({**mine, **kept})
+        return {f"local:{name}": (state["places"], flat) for name, flat in flats.items()}

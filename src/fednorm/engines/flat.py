@@ -1,0 +1,76 @@
+"""Many tensors as one matrix: a row for each client (or run), so that one kernel copies, updates or merges them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fednorm.state import Tree
+
+ALIGNMENT = 16
+"""Numbers from the begin of one row to the begin of the next are a multiple of this."""
+Flats = dict[str, Tensor]
+"""One matrix for each type of number, by its name."""
+
+
+class Layout:
+    """Where each entry lies; with `channels_last`, filters as (out, height, width, in), as the kernels read them."""
+
+    def __init__(self, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]], channels_last: bool) -> None:
+        self.channels_last = channels_last
+        self.keys: dict[str, list[str]] = {}
+        self.shapes = {key: tuple(shape) for key, (shape, _) in shapes.items()}
+        for key, (_, dtype) in shapes.items():
+            self.keys.setdefault(str(dtype), []).append(key)
+        self.dtypes = {str(dtype): dtype for _, dtype in shapes.values()}
+
+    def size(self, name: str) -> int:
+        """Columns of a matrix."""
+        return sum(prod(self.shapes[key]) for key in self.keys[name])
+
+    def pack(self, tree: Tree) -> Flats:
+        """The matrices of a tree whose tensors have a leading axis."""
+        return {name: torch.cat([self._row(tree[key]) for key in keys], 1) for name, keys in self.keys.items()}
+
+    def unpack(self, flats: Flats) -> Tree:
+        """The tree as views of the matrices."""
+        return {key: self._as_known(value) for key, value in self.unpack_as_laid(flats).items()}
+
+    def unpack_as_laid(self, flats: Flats) -> Tree:
+        """The tree as contiguous views: filters in the order they lie in, which is all the same to work by element."""
+        tree: Tree = {}
+        for name, keys in self.keys.items():
+            parts = flats[name].split([prod(self.shapes[key]) for key in keys], 1)
+            for key, part in zip(keys, parts, strict=True):
+                tree[key] = part.unflatten(1, self._laid(key)) if self.shapes[key] else part[:, 0]
+        return tree
+
+    def pack_as_laid(self, tree: Tree) -> Flats:
+        """The matrices of a tree as `unpack_as_laid` gives it."""
+        rows = {key: value.reshape(len(value), -1) for key, value in tree.items()}
+        return {name: torch.cat([rows[key] for key in keys], 1) for name, keys in self.keys.items()}
+
+    def _turned(self, shape: Sequence[int]) -> bool:
+        return self.channels_last and len(shape) == 4
+
+    def _laid(self, key: str) -> tuple[int, ...]:
+        shape = self.shapes[key]
+        return (shape[0], *shape[2:], shape[1]) if self._turned(shape) else shape
+
+    def _as_known(self, laid: Tensor) -> Tensor:
+        return laid.permute(0, 1, 4, 2, 3) if self._turned(laid.shape[1:]) else laid
+
+    def _row(self, value: Tensor) -> Tensor:
+        turned = value.permute(0, 1, 3, 4, 2) if self._turned(value.shape[1:]) else value
+        return turned.reshape(len(value), -1)
+
+
+def aligned(flat: Tensor) -> Tensor:
+    """A copy of a matrix whose rows begin at aligned addresses."""
+    rows, columns = flat.shape
+    wide = flat.new_zeros(rows, -(-columns // ALIGNMENT) * ALIGNMENT)
+    wide[:, :columns] = flat
+    return wide[:, :columns]

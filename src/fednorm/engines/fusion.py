@@ -1,0 +1,231 @@
+"""Rewrites of a traced step: what follows a batch norm or a gradient element by element joins its kernel.
+
+A step is traced to a graph of operators, in which any model looks alike, however its author wrote it. Each rewrite
+leaves the result as it was, up to the order of additions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fednorm.engines.kernels import ops  # also makes the operators known to torch
+
+_aten, _own = torch.ops.aten, torch.ops.fednorm
+MOST_PARTS = 1024
+"""Of more tiles a batch norm does not join the moments; it takes its own."""
+
+
+def trace(function: Callable[..., Any], *examples: Any) -> GraphModule:
+    """A function of tensors as a graph of operators without changes in place, for tensors shaped as the examples."""
+    # make_fx counts the arguments of what it is given, and miscounts those of methods.
+    traced = make_fx(functionalize(lambda *args: function(*args)))(*examples)
+    for node in list(traced.graph.nodes):
+        # What the function changed in its inputs is written back at the end; callers read what it returns.
+        if node.target is _aten.copy_.default:
+            traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def fuse(traced: GraphModule) -> GraphModule:
+    """The graph with the elementwise neighbours of batch norms and input gradients taken in."""
+    secretive = any(node.target in _SECRETIVE for node in traced.graph.nodes)
+    for target, rewrite in _REWRITES if secretive else (*_COPIES, *_REWRITES):
+        for node in list(traced.graph.nodes):
+            if node.target is target:
+                rewrite(traced.graph, node)
+        traced.graph.eliminate_dead_code()  # a node that nobody needs would still count as a user
+    traced.graph.lint()
+    traced.recompile()
+    return traced
+
+
+def _take_in_residual_and_relu(graph: Graph, norm: Node) -> None:
+    """relu(norm(x)) and relu(norm(x) + other) become one operator."""
+    y = _output(norm, 0)
+    if y is None:
+        return
+    add = _only_user(y, _aten.add.Tensor)
+    other = _other_summand(add, y) if add else None
+    relu = _only_user(add if add and other else y, _aten.relu.default)
+    if relu is None or not _all_after(relu, [user for out in norm.users if out is not y for user in out.users]):
+        return
+    norm.kwargs = {**norm.kwargs, "relu": True} | ({"addend": other} if other else {})
+    _move_before(relu, norm)
+    relu.replace_all_uses_with(y)
+    for gone in (relu, add) if add and other else (relu,):
+        graph.erase_node(gone)
+
+
+def _share_moments(graph: Graph, norm: Node) -> None:
+    """A batch norm that takes its statistics from a convolution's output gets their parts from the convolution."""
+    conv, training = norm.args[0], norm.args[6]
+    if not training or not isinstance(conv, Node) or conv.target is not _own.conv.default:
+        return
+    y, w = conv.meta["val"], conv.args[1].meta["val"]  # type: ignore[union-attr]
+    rows = ops.part_rows(w.shape[2], w.shape[1])
+    if y.numel() // (y.shape[0] * y.shape[2]) > MOST_PARTS * rows:
+        return
+    with graph.inserting_before(conv):
+        both = graph.call_function(_own.conv_moments.default, conv.args, conv.kwargs)
+        first, parts = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+    first.meta = conv.meta
+    conv.replace_all_uses_with(first)
+    graph.erase_node(conv)
+    norm.kwargs = {**norm.kwargs, "parts": parts, "part_rows": rows}
+
+
+def _take_in_relu_grad(graph: Graph, grad: Node) -> None:
+    """The gradient of a batch norm whose ReLU was taken in starts from the gradient behind that ReLU."""
+    x, behind = grad.args[:2]
+    if not isinstance(behind, Node) or behind.target is not _aten.threshold_backward.default:
+        return
+    outer, y, threshold = behind.args
+    norm = y.args[0] if isinstance(y, Node) and y.target is operator.getitem else None
+    if threshold != 0 or not isinstance(norm, Node) or not norm.kwargs.get("relu") or norm.args[0] is not x:
+        return
+    behind.append(grad)
+    for out in reversed(list(grad.users)):
+        grad.append(out)
+    grad.args = (x, outer, *grad.args[2:])
+    grad.kwargs = {**grad.kwargs, "y": y}
+    if behind.users:
+        grad.kwargs = {**grad.kwargs, "masked": True}
+        with graph.inserting_after(grad):
+            masked = graph.call_function(operator.getitem, (grad, 3))
+        masked.meta = behind.meta
+        behind.replace_all_uses_with(masked)
+    graph.erase_node(behind)
+
+
+def _take_in_sum(graph: Graph, grad: Node) -> None:
+    """Where a tensor was used twice its gradients are added: here, while one of them is made."""
+    add = _only_user(grad, _aten.add.Tensor)
+    other = _other_summand(add, grad) if add else None
+    if add and other:
+        grad.kwargs = {**grad.kwargs, "addend": other}
+        _move_before(add, grad)
+        add.replace_all_uses_with(grad)
+        graph.erase_node(add)
+
+
+def _drop_idle_permutation(graph: Graph, node: Node) -> None:
+    """Axes that stay where they are, as mappings over clients leave many behind."""
+    source, axes = node.args
+    if list(axes) == sorted(axes):  # type: ignore[arg-type]
+        node.replace_all_uses_with(source)  # type: ignore[arg-type]
+
+
+def _allow_any_strides(graph: Graph, node: Node) -> None:
+    """A view of what was a copy may now be one of its source, whose numbers lie elsewhere."""
+    node.target = _aten.reshape.default
+
+
+def _drop_clone(graph: Graph, node: Node) -> None:
+    """Nothing changes in place any more, so a copy is as good as its source; a new layout (with kwargs) stays."""
+    if not node.kwargs:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+
+
+def _drop_rejoining(graph: Graph, cat: Node) -> None:
+    """A matrix that was split into its entries and is joined again, in the same order, is that matrix."""
+    pieces = [_piece(each) for each in cat.args[0]]  # type: ignore[union-attr]
+    splits = {piece[0] for piece in pieces if piece}
+    if len(splits) != 1 or None in pieces:
+        return
+    split = splits.pop()
+    source = split.args[0]
+    in_order = [piece[1] for piece in pieces if piece] == list(range(len(split.args[1])))  # type: ignore[arg-type]
+    if in_order and split.args[2:] == cat.args[1:] and isinstance(source, Node) and _alike(source, cat):
+        cat.replace_all_uses_with(source)
+
+
+def _piece(node: Any) -> tuple[Node, int] | None:
+    """Which piece of a split this is, seen through views that leave the order of its numbers as it was."""
+    turned: Any = None
+    while isinstance(node, Node):
+        if node.target is _aten.reshape.default or node.target is _aten.view.default:
+            if turned is not None:
+                return None
+        elif node.target is _aten.permute.default:
+            axes: Any = node.args[1]
+            turned = axes if turned is None else [axes[place] for place in turned]
+            turned = None if list(turned) == sorted(turned) else turned
+        elif node.target is operator.getitem and turned is None:
+            split, place = node.args
+            found = isinstance(split, Node) and split.target is _aten.split_with_sizes.default
+            return (split, place) if found else None  # type: ignore[return-value]
+        else:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _drop_copy(graph: Graph, node: Node) -> None:
+    """A change in place that became a new tensor is that new tensor."""
+    old, new = node.args[:2]
+    if isinstance(old, Node) and isinstance(new, Node) and _alike(old, new):
+        node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+
+
+_SECRETIVE = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default}
+"""Torch's own batch norms move running statistics in place without saying so: beside them copies must stay."""
+_COPIES: tuple[tuple[Any, Callable[[Graph, Node], None]], ...] = (
+    (_aten.view.default, _allow_any_strides),
+    (_aten._unsafe_view.default, _allow_any_strides),
+    (_aten.clone.default, _drop_clone),
+)
+_REWRITES: tuple[tuple[Any, Callable[[Graph, Node], None]], ...] = (
+    (_aten.permute.default, _drop_idle_permutation),
+    (_aten.copy.default, _drop_copy),
+    (_aten.cat.default, _drop_rejoining),
+    (_own.norm.default, _take_in_residual_and_relu),
+    (_own.norm.default, _share_moments),
+    (_own.norm_grad.default, _take_in_relu_grad),
+    (_own.conv_input_grad.default, _take_in_sum),
+)
+
+
+def _only_user(node: Node, target: Any) -> Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].target is target else None
+
+
+def _output(node: Node, place: int) -> Node | None:
+    """One of the tensors an operator returns."""
+    return next((user for user in node.users if user.target is operator.getitem and user.args[1] == place), None)
+
+
+def _other_summand(add: Node, node: Node) -> Node | None:
+    """What an addition adds to a node, if it is a plain sum of two of a kind: nothing broadcast, no other type."""
+    left, right = add.args[:2]
+    other = right if left is node else left
+    if add.kwargs or not isinstance(other, Node) or other is node:
+        return None
+    return other if _alike(node, other) else None
+
+
+def _alike(left: Node, right: Node) -> bool:
+    """Whether two are tensors of one shape and type."""
+    a, b = left.meta.get("val"), right.meta.get("val")
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _all_after(place: Node, nodes: list[Node]) -> bool:
+    return all(place < node for node in nodes)
+
+
+def _move_before(place: Node, node: Node) -> None:
+    """Move an operator and the picking of its outputs to just before another node."""
+    place.prepend(node)
+    for out in list(node.users):
+        if out.target is operator.getitem:
+            place.prepend(out)

@@ -1,0 +1,260 @@
+"""Runs whose rounds never leave the device: the host sends one message an exchange and reads nothing back until asked.
+
+Several runs of the same program share the client axis: client j of run r is row r * clients + j of every stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fednorm.batches import Batches
+from fednorm.engines.exchange import LOSSES, Exchange, named, unnamed
+from fednorm.engines.flat import Layout
+from fednorm.method import Phase
+from fednorm.pieces.weights import Report
+from fednorm.plan import Plan
+from fednorm.state import Policy, Tree
+
+DEVICES = {"cuda"}
+"""Where rounds stay on the device; elsewhere there is little to gain."""
+LOG_ROWS = 64
+"""Exchanges whose reports may wait on the device."""
+_AHEAD = 64
+"""Steps whose batches are drawn at once."""
+MOST_LOCAL_BYTES = 8 << 30
+"""Clients' own states stay on the device up to this; beyond, they go the ordinary way through the run's store."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the clients of one run do in an exchange: which they are, and the batches they go on with."""
+
+    place: tuple[str, int, int]
+    """where the method has this phase: stage or finish or query, and its number"""
+    phase: Phase
+    round: int
+    clients: Sequence[int]
+    firsts: Sequence[int]
+    keep: bool = True
+    """whether what clients keep changes; a test leaves it alone"""
+
+
+class LateReports(Sequence[Report]):
+    """Reports that are read from the device when somebody looks at them."""
+
+    def __init__(self, exchange: Exchange, slot: int, place: int, task: Task, plan: Plan) -> None:
+        self._at = exchange, slot, place, plan
+        self._clients = task.clients
+        self._ready: list[Report] | None = None
+        self.healthy: list[bool] = []
+
+    def settle(self) -> list[Report]:
+        """The reports, now."""
+        if self._ready is None:
+            exchange, slot, place, plan = self._at
+            first = place * exchange.clients
+            *numbers, healthy = exchange.log()[slot, :, first : first + exchange.clients].tolist()
+            self._ready = [
+                Report(
+                    client=client,
+                    num_examples=plan.batches.num_examples(client),
+                    losses=dict(zip(LOSSES, values, strict=False)),
+                    scalars=dict(zip(exchange.phase.measures, values[len(LOSSES) :], strict=True)),
+                )
+                for client, values in zip(self._clients, zip(*numbers, strict=True), strict=True)
+            ]
+            self.healthy = [bool(each) for each in healthy]
+        return self._ready
+
+    def unhealthy(self) -> list[int]:
+        """Clients with numbers that are not finite."""
+        return [client for client, fine in zip(self._clients, self.healthy, strict=True) if not fine]
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.settle()[place]
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def __iter__(self) -> Iterator[Report]:
+        return iter(self.settle())
+
+
+class Upcoming:
+    """The batches of a run's next exchanges, drawn for several at once where everybody takes part in every round."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._ahead = _AHEAD if plan.cohort_size == len(plan.federation.training_clients) else 1
+        self._clients: Sequence[int] = ()
+        self._firsts: list[int] = []
+        self._table: list[torch.Tensor] = []
+
+    def take(self, task: Task, steps: int) -> list[torch.Tensor]:
+        """(rows, keys, draws) of a task's steps."""
+        at = task.firsts[0] - self._firsts[0] if self._firsts else 0
+        drawn = self._clients == task.clients and [first + at for first in self._firsts] == list(task.firsts)
+        if not drawn or not 0 <= at <= len(self._table[0]) - steps:
+            self._draw(task, steps)
+            at = 0
+        return [part[at : at + steps] for part in self._table]
+
+    def _draw(self, task: Task, steps: int) -> None:
+        batches = self._plan.batches
+        each = [(batches.stream(client), first) for client, first in zip(task.clients, task.firsts, strict=True)]
+        total = max(steps, min(_AHEAD, steps * self._ahead))
+        if len(set().union(*(stream.sizes(first, total) for stream, first in each))) > 1:
+            total = steps
+        rows, keys = batches.span(task.clients, task.firsts, total)
+        self._clients, self._firsts = task.clients, list(task.firsts)
+        self._table = [rows, keys, batches.draws(keys, rows.shape[-1])]
+
+
+class Resident:
+    """The state of some runs on the device, and the programs that move it."""
+
+    def __init__(self, plans: Sequence[Plan], channels_last: bool) -> None:
+        self.plans, self.plan = plans, plans[0]
+        servers = [plan.initial() for plan in plans]
+        local = {
+            key: (entry.shape, entry.dtype)
+            for phase in self.plan.phases
+            for key, (entry, policy) in self.plan.schema(phase).items()
+            if policy is Policy.LOCAL
+        }
+        self._layouts = {
+            "server": Layout({key: (v.shape, v.dtype) for key, v in servers[0].items()}, channels_last),
+            "local": Layout(local, channels_last),
+        }
+        self.refused: set[tuple[str, int, int]] = set()
+        """places of phases that could not be made a program; their runs go the ordinary way"""
+        self.holds_local = bool(local)
+        self.num_clients = len(self.plan.federation.clients)
+        self._batches, self._offsets = _pooled(plans)
+        self._exchanges: dict[Any, Exchange] = {}
+        self._remembered = [frozenset[str]() for _ in plans]
+        self._upcoming = [Upcoming(plan) for plan in plans]
+        self._state = named("server", self._layouts["server"].pack(_stacked(servers)))
+        self._state |= named("initial", {name: flat.clone() for name, flat in unnamed("server", self._state).items()})
+        self._state |= named("local", self._blank_clients())
+
+    def _blank_clients(self) -> dict[str, torch.Tensor]:
+        layout = self._layouts["local"]
+
+        def blank(plan: Plan, key: str) -> torch.Tensor:
+            value = plan.prepared.initial.get(key)
+            dtype = next(d for name, d in layout.dtypes.items() if key in layout.keys[name])
+            return torch.zeros(layout.shapes[key], dtype=dtype) if value is None else value
+
+        rows = _stacked([{key: blank(plan, key).to(plan.device) for key in layout.shapes} for plan in self.plans])
+        return {name: flat.repeat_interleave(self.num_clients, 0) for name, flat in layout.pack(rows).items()}
+
+    def server(self, run: int) -> Tree:
+        """The server's tree of a run, as views that follow every exchange."""
+        tree = self._layouts["server"].unpack(unnamed("server", self._state))
+        return {key: value[run] for key, value in tree.items()}
+
+    def load_server(self, run: int, tree: Tree) -> None:
+        """Put another tree in the place of a run's server."""
+        for key, value in self.server(run).items():
+            value.copy_(tree[key])
+
+    def memory(self, run: int) -> Tree:
+        """What merges remember of a run."""
+        return {key: self._state[f"memory:{key}"][run] for key in self._remembered[run]}
+
+    def remembers(self, run: int) -> frozenset[str]:
+        """The names of what merges remember of a run."""
+        return self._remembered[run]
+
+    def load_memory(self, run: int, tree: Tree) -> None:
+        """Put other memories in the place of a run's."""
+        self._remembered[run] = frozenset(tree)
+        for key, value in tree.items():
+            self._room_for(key, value)[run].copy_(value)
+
+    def _room_for(self, key: str, like: torch.Tensor) -> torch.Tensor:
+        name = f"memory:{key}"
+        if name not in self._state:
+            self._state[name] = like.new_zeros(len(self.plans), *like.shape, device=self.plan.device)
+        return self._state[name]
+
+    def clients(self, run: int, clients: Sequence[int]) -> list[Tree]:
+        """The own states of some clients, copied to the host at once."""
+        rows = torch.tensor([run * self.num_clients + client for client in clients], device=self.plan.device)
+        flats = {name: flat.index_select(0, rows).cpu() for name, flat in unnamed("local", self._state).items()}
+        trees = self._layouts["local"].unpack(flats)
+        return [{key: value[place].contiguous() for key, value in trees.items()} for place in range(len(clients))]
+
+    def load_client(self, run: int, client: int, tree: Tree) -> None:
+        """Put a state in the place of a client's own."""
+        row = run * self.num_clients + client
+        flats = {name: flat[row : row + 1] for name, flat in unnamed("local", self._state).items()}
+        for key, value in self._layouts["local"].unpack(flats).items():
+            if key in tree:
+                value[0].copy_(tree[key])
+
+    def exchange(self, tasks: Mapping[int, Task], steps: int) -> dict[int, LateReports]:
+        """One exchange of some runs, whose tasks are alike: phase, number of clients, size of their batches."""
+        runs = sorted(tasks)
+        first = tasks[runs[0]]
+        size = self.plans[runs[0]].batches.stream(first.clients[0]).size(first.firsts[0])
+        memory = self._remembered[runs[0]]
+        place = (first.place, len(runs), len(first.clients), steps, size, memory, first.keep)
+        if place not in self._exchanges:
+            self._exchanges[place] = Exchange(
+                self.plan, first.phase, self._state, self._layouts, self._batches, runs=len(runs), memory=memory,
+                clients=len(first.clients), steps=steps, batch_size=size, log_rows=LOG_ROWS, keep=first.keep,
+            )  # fmt: skip
+        exchange = self._exchanges[place]
+        exchange.send(self._message([(run, tasks[run]) for run in runs], steps))
+        self._make_room(exchange, runs)
+        slot = exchange.play()
+        return {run: LateReports(exchange, slot, place, tasks[run], self.plans[run]) for place, run in enumerate(runs)}
+
+    def _make_room(self, exchange: Exchange, runs: Sequence[int]) -> None:
+        """Places for what a first merge begins to remember."""
+        if exchange.turn == 0:
+            exchange.remembered = exchange.remembers()
+            for key, value in exchange.remembered.items():
+                self._room_for(key, value[0])
+        for run in runs:
+            self._remembered[run] = self._remembered[run].union(exchange.remembered)
+
+    def _message(self, tasks: Sequence[tuple[int, Task]], steps: int) -> dict[str, torch.Tensor]:
+        rows, keys, drawn, numbers = [], [], [], []
+        places, sizes, last = [], [], []
+        for run, task in tasks:
+            plan = self.plans[run]
+            own_rows, own_keys, own_draws = self._upcoming[run].take(task, steps)
+            rows.append(own_rows + self._offsets[run])
+            keys.append(own_keys)
+            drawn.append(own_draws)
+            row = torch.tensor(list(plan.numbers(task.phase, task.round).values()), dtype=torch.float64)
+            numbers.append(row.unsqueeze(1).expand(-1, len(task.clients)))
+            places += [run * self.num_clients + max(client, 0) for client in task.clients]
+            sizes += [plan.batches.num_examples(client) for client in task.clients]
+            last += [plan.batches.per_epoch(client) for client in task.clients]
+        return {
+            "batch_rows": torch.cat(rows, 1),
+            "batch_keys": torch.cat(keys, 1),
+            "batch_draws": torch.cat(drawn, 1),
+            "numbers": torch.cat(numbers, 1).contiguous(),
+            "places": torch.tensor(places),
+            "num_examples": torch.tensor(sizes),
+            "last_epoch": torch.tensor(last),
+            "runs": torch.tensor([run for run, _ in tasks]),
+        }
+
+
+def _stacked(trees: Sequence[Tree]) -> Tree:
+    return {key: torch.stack([tree[key] for tree in trees]) for key in trees[0]}
+
+
+def _pooled(plans: Sequence[Plan]) -> tuple[Batches, list[int]]:
+    """Batches that gather from the examples of all runs, and where those of each begin; equal data lie there once."""
+    return plans[0].batches, [0] * len(plans)

@@ -1,0 +1,165 @@
+"""A run's place among those whose rounds stay on the device, and what is newer there than in its store."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from fednorm.batches import UNION
+from fednorm.engines.exchange import NotAProgram
+from fednorm.engines.kernels.layers import StackConv2d
+from fednorm.engines.resident import DEVICES, MOST_LOCAL_BYTES, LateReports, Resident, Task
+from fednorm.errors import FednormError
+from fednorm.plan import Plan
+from fednorm.server import keys_with
+from fednorm.state import Policy, Tree
+from fednorm.store import ClientState, Store
+
+
+@dataclass
+class Seat:
+    """Run number `run` of a resident."""
+
+    resident: Resident
+    run: int
+    away: dict[int, int] = field(default_factory=dict)
+    """clients whose newest state is on the device, and how many batches of their lives they have used"""
+    _here: set[int] = field(default_factory=set)
+    """clients whose state on the device is their newest"""
+    _kept: dict[int, set[str]] = field(default_factory=dict)
+    _alone: dict[tuple[str, int, int], bool] = field(default_factory=dict)
+    """whether clients of a phase can work each for itself, with state that has its place here"""
+
+    @property
+    def plan(self) -> Plan:
+        return self.resident.plans[self.run]
+
+    @property
+    def server(self) -> Tree:
+        return self.resident.server(self.run)
+
+    @server.setter
+    def server(self, tree: Tree) -> None:
+        self.resident.load_server(self.run, tree)
+
+    @property
+    def memory(self) -> Tree:
+        return self.resident.memory(self.run)
+
+    @memory.setter
+    def memory(self, tree: Tree) -> None:
+        self.resident.load_memory(self.run, tree)
+
+    def alike(self, task: Task) -> Hashable | None:
+        """What tasks must have in common to be one exchange; None for one that cannot be played on the device."""
+        steps = self.equal_work(task)
+        if steps is None or task.place in self.resident.refused:
+            return None
+        size = self.plan.batches.stream(task.clients[0]).size(task.firsts[0])
+        return (
+            id(self.resident),
+            task.place,
+            len(task.clients),
+            steps,
+            size,
+            self.resident.remembers(self.run),
+            task.keep,
+        )
+
+    def equal_work(self, task: Task) -> int | None:
+        """The number of steps, where all clients take equally many, on batches of one size, and need no company."""
+        plan = self.plan
+        if task.place not in self._alone:
+            schema = plan.schema(task.phase)
+            own = bool(keys_with(schema, Policy.LOCAL)) and UNION in task.clients
+            self._alone[task.place] = not (task.phase.lockstep or keys_with(schema, Policy.REPORTED) or own)
+        steps = {plan.num_steps(client, task.phase) for client in task.clients}
+        if len(steps) > 1 or not self._alone[task.place]:
+            return None
+        count = steps.pop()
+        each = zip(task.clients, task.firsts, strict=True)
+        sizes = set().union(*(plan.batches.stream(client).sizes(first, count) for client, first in each))
+        return count if len(sizes) == 1 else None
+
+    def forget(self, client: int) -> None:
+        """A client's state in the store is newer than the one here."""
+        self._here.discard(client)
+
+    def fetch(self, store: Store, clients: Sequence[int]) -> None:
+        """Bring the states of clients here that are newer in the store."""
+        missing = [client for client in clients if client not in self._here and client != UNION]
+        if missing and self.resident.holds_local:
+            for client, state in store.get_many(missing).items():
+                self.resident.load_client(self.run, client, state.tree)
+        self._here.update(missing)
+
+    def note(self, task: Task, steps: int) -> None:
+        """Remember what an exchange changed."""
+        kept = keys_with(self.plan.schema(task.phase), Policy.LOCAL)
+        if not task.keep or not (kept or task.phase.advances):
+            return
+        for client, first in zip(task.clients, task.firsts, strict=True):
+            self.away[client] = first + steps if task.phase.advances else self.away.get(client, first)
+            self._kept.setdefault(client, set()).update(kept)
+
+    def bring_home(self, store: Store) -> None:
+        """Put into the store what is newer here."""
+        clients = list(self.away)
+        if not clients:
+            return
+        before = store.get_many(clients)
+        trees = self.resident.clients(self.run, clients) if any(self._kept.values()) else [{}] * len(clients)
+        for client, tree in zip(clients, trees, strict=True):
+            kept = {key: tree[key] for key in self._kept[client]}
+            store.put(client, ClientState(self.away[client], {**before[client].tree, **kept}))
+        self.away.clear()
+        self._kept.clear()
+
+
+def take_seat(plan: Plan) -> Seat | None:
+    """The only seat of a resident, where a plan's rounds can stay on the device."""
+    return Seat(Resident([plan], channels_last(plan)), 0) if can_stay(plan) else None
+
+
+def channels_last(plan: Plan) -> bool:
+    """Whether the model's filters are best laid out as the stack kernels read them."""
+    return any(isinstance(module, StackConv2d) for module in plan.prepared.model.modules())
+
+
+def exchange_on_device(seats: Sequence[tuple[Seat, Task, Store]]) -> list[LateReports]:
+    """One exchange of runs that share a resident and whose tasks are alike; empty where it cannot be a program."""
+    resident = seats[0][0].resident
+    steps = seats[0][0].equal_work(seats[0][1]) or 0
+    for seat, task, store in seats:
+        seat.fetch(store, task.clients)
+    try:
+        reports = resident.exchange({seat.run: task for seat, task, _ in seats}, steps)
+    except (RuntimeError, NotImplementedError, NotAProgram) as error:  # nothing lasting has changed yet
+        if isinstance(error, FednormError):
+            raise
+        resident.refused.add(seats[0][1].place)
+        if isinstance(error, NotAProgram):
+            return []
+        why = str(error).strip().splitlines()[0]
+        print(
+            f"stacked engine: rounds cannot stay on the device ({why}); clients are stacked step by step",
+            file=sys.stderr,
+        )
+        return []
+    for seat, task, _ in seats:
+        seat.note(task, steps)
+    return [reports[seat.run] for seat, _, _ in seats]
+
+
+def can_stay(plan: Plan) -> bool:
+    """Whether a plan's rounds can be played on the device from end to end."""
+    entries = {
+        key: entry.bytes
+        for phase in plan.phases
+        for key, (entry, policy) in plan.schema(phase).items()
+        if policy is Policy.LOCAL
+    }
+    refuses = plan.config.engine.quorum is not None  # who may be refused must be looked at in every round
+    size = sum(entries.values()) * len(plan.federation.clients)
+    return plan.device.type in DEVICES and not refuses and size <= MOST_LOCAL_BYTES

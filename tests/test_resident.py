@@ -1,0 +1,53 @@
+"""Rounds that stay on the device, here played on the CPU: the same numbers as the reference, for every method."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny
+from fednorm.engines.kernels.layers import use_kernels
+from fednorm.engines.rounds import Run
+from fednorm.registry import known_methods
+from fednorm.store import Store
+from test_stacked import PAIRS, gap
+
+
+@pytest.fixture(autouse=True)
+def stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednorm.engines.seat.DEVICES", {"cpu"})
+
+
+def on_device(method: str, **changes: object) -> Run:
+    run = Run(tiny.plan(method, engine__name="stacked", **changes), Store())
+    assert run.seat is not None
+    assert list(run.rounds())
+    return run
+
+
+@pytest.mark.parametrize("method", [*known_methods(), *PAIRS])
+def test_rounds_on_the_device_equal_the_reference_after_fifty_steps(method: str) -> None:
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 10, "train__local_steps": 5, "train__lr": 0.02}
+    reference = tiny.play(tiny.plan(method, engine__name="sequential", eval__every=10, **changes))
+    stayed = on_device(method, eval__every=10, **changes)
+    assert gap(reference, stayed) < 1e-10
+    for client in reference.store.seen():
+        mine, theirs = reference.store.get(client), stayed.store.get(client)
+        assert mine.steps == theirs.steps
+        assert mine.tree.keys() == theirs.tree.keys()
+        for key, value in mine.tree.items():
+            assert torch.allclose(value, theirs.tree[key], rtol=1e-8, atol=1e-10), (client, key)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fixbn", "fedbn", "fedprox", "global-momentum"])
+def test_stack_operators_and_their_fusion_change_nothing(method: str) -> None:
+    """Convolutions and batch norms as stack operators, filters laid out with the channel last, neighbours fused."""
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 6, "train__local_steps": 3, "train__lr": 0.02}
+    reference = tiny.play(tiny.plan(method, engine__name="sequential", **changes))
+    plan = tiny.plan(method, engine__name="stacked", **changes)
+    assert use_kernels(plan.prepared.model)
+    stayed = Run(plan, Store())
+    list(stayed.rounds())
+    assert stayed.seat is not None
+    assert not stayed.seat.resident.refused
+    assert gap(reference, stayed) < 1e-10
