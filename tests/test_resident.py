@@ -39,10 +39,11 @@ def test_rounds_on_the_device_equal_the_reference_after_fifty_steps(method: str)
             assert torch.allclose(value, theirs.tree[key], rtol=1e-8, atol=1e-10), (client, key)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fixbn", "fedbn", "fedprox", "global-momentum"])
-def test_stack_operators_and_their_fusion_change_nothing(method: str) -> None:
+@pytest.mark.parametrize("steps", [1, 3], ids=["one program a round", "three programs a round"])
+@pytest.mark.parametrize("method", ["fedavg", "fixbn", "fedbn", "fedprox", "local-momentum", "fedadam"])
+def test_stack_operators_and_their_fusion_change_nothing(method: str, steps: int) -> None:
     """Convolutions and batch norms as stack operators, filters laid out with the channel last, neighbours fused."""
-    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 6, "train__local_steps": 3, "train__lr": 0.02}
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 6, "train__local_steps": steps, "train__lr": 0.02}
     reference = tiny.play(tiny.plan(method, engine__name="sequential", **changes))
     plan = tiny.plan(method, engine__name="stacked", **changes)
     assert use_kernels(plan.prepared.model)

@@ -28,6 +28,10 @@ _PARTS = ("params", "rest", "buffers")
 _SERVERS = (Policy.SHARED, Policy.FROZEN)
 
 
+MOST_IN_ONE = 2
+"""Up to so many steps a round is one program; more would only make it long."""
+
+
 class NotAProgram(Exception):
     """A phase that is more than a function of tensors with a place each; it is played the ordinary way."""
 
@@ -105,10 +109,13 @@ class Exchange:
 
     def play(self) -> int:
         """Start, all local steps, merge; nothing here waits for the device. Returns where the reports will be."""
-        self._run("start", self._start)
-        for _ in range(self.steps):
-            self._run("step", self._step)
-        self._run("merge", self._merge)
+        if self.steps <= MOST_IN_ONE:
+            self._run("round", self._round)
+        else:
+            self._run("start", self._start)
+            for _ in range(self.steps):
+                self._run("step", self._step)
+            self._run("merge", self._merge)
         self.turn += 1
         return (self.turn - 1) % self.log_rows
 
@@ -127,6 +134,13 @@ class Exchange:
             with training_mode(self.plan.prepared.model, self.phase.rule.hold):
                 self._programs[name] = Program(function, self._state)
         self._programs[name]()
+
+    def _round(self, state: Tree) -> tuple[Tree, Rows]:
+        """All of it as one program, in which what is only handed on costs nothing."""
+        for function in (self._start, *[self._step] * self.steps):
+            new, rows = function(state)
+            state = {**state, **new, **{key: state[key].index_copy(0, *at) for key, at in rows.items()}}
+        return self._merge(state)
 
     def _layout(self, part: str) -> Layout:
         """A stack's layout: what the server sends lies together, then what clients keep, then what starts anew."""
@@ -167,7 +181,12 @@ class Exchange:
                 width = sum(self.schema[key][0].size for key in groups[3])
                 kind = self.schema[groups[3][0]][0].dtype
                 parts.append(torch.zeros(self.rows, width, dtype=kind, device=self.plan.device))
-            return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+            if len(parts) == 1:
+                return parts[0]
+            # Rows that begin at aligned addresses, as `aligned` makes them, for kernels that read them at once.
+            width = sum(part.shape[1] for part in parts)
+            parts.append(parts[0].new_zeros(self.rows, -width % ALIGNMENT))
+            return torch.cat(parts, 1)[:, :width]
 
         return {part: {name: join(keys) for name, keys in layout.keys.items()} for part, layout in self._stacks.items()}
 
@@ -254,9 +273,9 @@ class Exchange:
         }
 
     def _healthy(self, flats: dict[str, Flats]) -> Tensor:
-        """1 for clients all of whose numbers are finite, else 0."""
+        """1 for clients all of whose numbers are finite, else 0; a sum is finite if its terms are, and is quicker."""
         floats = [flat for each in flats.values() for flat in each.values() if flat.is_floating_point()]
-        return torch.stack([flat.isfinite().all(1) for flat in floats]).all(0).to(torch.float64)
+        return torch.stack([flat.sum(1, dtype=torch.float64).isfinite() for flat in floats]).all(0).to(torch.float64)
 
     def _kept_rows(self, state: Tree, end: Tree) -> Rows:
         """What clients keep, as rows of the arena; entries that are not theirs in this phase stay."""

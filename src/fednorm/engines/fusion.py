@@ -136,16 +136,23 @@ def _drop_clone(graph: Graph, node: Node) -> None:
 
 
 def _drop_rejoining(graph: Graph, cat: Node) -> None:
-    """A matrix that was split into its entries and is joined again, in the same order, is that matrix."""
+    """A matrix that was split into its entries, some of which are joined again as they lay, is a part of that matrix."""
     pieces = [_piece(each) for each in cat.args[0]]  # type: ignore[union-attr]
     splits = {piece[0] for piece in pieces if piece}
     if len(splits) != 1 or None in pieces:
         return
     split = splits.pop()
-    source = split.args[0]
-    in_order = [piece[1] for piece in pieces if piece] == list(range(len(split.args[1])))  # type: ignore[arg-type]
-    if in_order and split.args[2:] == cat.args[1:] and isinstance(source, Node) and _alike(source, cat):
-        cat.replace_all_uses_with(source)
+    source, sizes, dim = split.args
+    places = [piece[1] for piece in pieces if piece]
+    in_order = places == list(range(places[0], places[0] + len(places)))
+    if not in_order or (dim,) != cat.args[1:] or len(cat.meta["val"].shape) != len(source.meta["val"].shape):  # type: ignore[union-attr]
+        return
+    start = sum(sizes[: places[0]])  # type: ignore[index]
+    stop = start + sum(sizes[place] for place in places)  # type: ignore[index]
+    with graph.inserting_before(cat):
+        part = graph.call_function(_aten.slice.Tensor, (source, dim, start, stop))
+    part.meta = cat.meta
+    cat.replace_all_uses_with(part)
 
 
 def _piece(node: Any) -> tuple[Node, int] | None:

@@ -13,11 +13,11 @@ import torch
 
 from fednorm.batches import Batches
 from fednorm.engines.exchange import LOSSES, Exchange, named, unnamed
-from fednorm.engines.flat import Layout
+from fednorm.engines.flat import ALIGNMENT, Layout
 from fednorm.method import Phase
 from fednorm.pieces.weights import Report
 from fednorm.plan import Plan
-from fednorm.state import Policy, Tree
+from fednorm.state import Entry, Policy, Tree
 
 DEVICES = {"cuda"}
 """Where rounds stay on the device; elsewhere there is little to gain."""
@@ -119,7 +119,9 @@ class Resident:
 
     def __init__(self, plans: Sequence[Plan], channels_last: bool) -> None:
         self.plans, self.plan = plans, plans[0]
-        servers = [plan.initial() for plan in plans]
+        # What is trained lies together and comes first, entries of an odd size last: see `Exchange`.
+        odd = {key: (not entry.trainable, entry.size % ALIGNMENT != 0) for key, entry in plan_entries(plans[0]).items()}
+        servers = [dict(sorted(plan.initial().items(), key=lambda item: odd[item[0]])) for plan in plans]
         local = {
             key: (entry.shape, entry.dtype)
             for phase in self.plan.phases
@@ -249,6 +251,11 @@ class Resident:
             "last_epoch": torch.tensor(last),
             "runs": torch.tensor([run for run, _ in tasks]),
         }
+
+
+def plan_entries(plan: Plan) -> dict[str, Entry]:
+    """Every entry that some phase knows, by key."""
+    return {key: entry for phase in plan.phases for key, (entry, _) in plan.schema(phase).items()}
 
 
 def _stacked(trees: Sequence[Tree]) -> Tree:
