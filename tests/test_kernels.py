@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,13 +93,11 @@ def test_narrow_convolutions_hand_other_layers_their_own_type() -> None:
     assert all(bool(grad.isfinite().all()) for grad in grads.values())
 
 
-INTERPRETED = """PLACE"""
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels_equal_the_reference_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    checks = Path(__file__).with_name("kernel_checks.py")
+    done = subprocess.run([sys.executable, str(checks)], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "equal", done.stderr
 
 

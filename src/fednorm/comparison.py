@@ -1,4 +1,7 @@
-"""Several runs side by side: every method with every seed, one folder each, one after the other or in processes."""
+"""Several runs side by side: every method with every seed, one folder each.
+
+They are played one after the other, in processes, or on a GPU those that are the same program in one stack.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import queue as queues
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -15,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from fednorm.config import RunConfig, from_dict, to_dict, updated
+from fednorm.engines.pack import shares_stack
 from fednorm.engines.rounds import Row
 from fednorm.errors import CheckpointError, ConfigError, FednormError
 from fednorm.folder import RunFolder, read_json, write_json
 from fednorm.plan import make_plan
 from fednorm.registry import parse
 from fednorm.results import Result
-from fednorm.runs import Given, Interrupted, describe, orderly_stop, resume_folder
+from fednorm.runs import Given, Interrupted, describe, entering, orderly_stop, play_all
 from fednorm.world import refuse_ranks
 
 OnEvent = Callable[[str, int, Row], None]
@@ -79,8 +84,8 @@ def resume_comparison(folder: RunFolder, *, jobs: int = 1, on_event: OnEvent | N
         if jobs > 1 and len(pending) > 1:
             _play_in_processes(pending, jobs, on_event)
         else:
-            for cell in pending:
-                _play_one(cell, on_event)
+            for cells_together in _packs(pending):
+                _play(cells_together, on_event)
         result = Result(tuple(read_json(cell.folder.result)["runs"][0] for cell in cells), str(folder.path))
         write_json(folder.result, result.to_json())
     return result
@@ -113,12 +118,31 @@ def _cells(stored: Mapping[str, Any], folder: RunFolder) -> list[Cell]:
     ]
 
 
-def _play_one(cell: Cell, on_event: OnEvent | None) -> None:
-    def tell(plan: Any, row: Row) -> None:
+def _packs(pending: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells to be played in step, since they seem to be the same program on a device where that is worth it."""
+    packs: list[list[Cell]] = []
+    for cell in pending:
+        for pack in packs:
+            if shares_stack(pack[0].config, cell.config):
+                pack.append(cell)
+                break
+        else:
+            packs.append([cell])
+    return packs
+
+
+def _play(cells: Sequence[Cell], on_event: OnEvent | None) -> None:
+    def tell(cell: Cell, row: Row) -> None:
         if on_event:
             on_event(cell.method, cell.seed, row)
 
-    resume_folder(cell.folder, on_round=tell)
+    with ExitStack() as held:
+        play_all(
+            [
+                held.enter_context(entering(cell.folder, on_round=lambda plan, row, cell=cell: tell(cell, row)))
+                for cell in cells
+            ]
+        )
 
 
 def _work(cell: Cell, told: Any) -> None:
@@ -131,7 +155,7 @@ def _work(cell: Cell, told: Any) -> None:
         told.put((method, seed, row))
 
     try:
-        _play_one(cell, tell)
+        _play([cell], tell)
     except FednormError as error:
         told.put((cell.method, cell.seed, error))
     except Interrupted:

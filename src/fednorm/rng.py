@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,10 +42,13 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
+@lru_cache(maxsize=256)
+def _number_of_name(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+
+
 def _number(word: int | str) -> int:
-    if isinstance(word, str):
-        return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
-    return word & _MASK
+    return _number_of_name(word) if isinstance(word, str) else word & _MASK
 
 
 def key(*words: int | str | Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from torch import nn
 
 from fednorm.config import RunConfig, all_fields, differences, from_dict, to_dict, updated
 from fednorm.data.federation import Examples, Federation, from_clients
-from fednorm.engines.ranks import join
-from fednorm.engines.rounds import Row, Run
-from fednorm.errors import CheckpointError, ConfigError, unknown
+from fednorm.engines.pack import take_seats
+from fednorm.engines.ranks import Alone, join
+from fednorm.engines.rounds import Row, Run, play_together
+from fednorm.errors import CheckpointError, ConfigError, FednormError, unknown
 from fednorm.evaluate import global_model
 from fednorm.folder import RunFolder, read_json, write_json
 from fednorm.method import Method
@@ -29,6 +30,16 @@ from fednorm.store import Store
 from fednorm.threads import threads_of
 
 OnRound = Callable[[Plan, Row], None]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A plan to be played, and where its state and its results go."""
+
+    plan: Plan
+    store: Store
+    folder: RunFolder | None = None
+    on_round: OnRound | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ def run(
     ranks = join(config.engine.device)
     plan = make_plan(config, model=given.model, federation=federation, method=given.method)
     if out is None or not ranks.first:
-        return Result((play(plan, Store(), None, on_round),))
+        return Result((play(Entrant(plan, Store(), None, on_round)),))
     folder = RunFolder(Path(out))
     if not (resume and folder.config.exists()):
         folder.create(describe(plan.config, given))
@@ -145,36 +156,87 @@ def resume_folder(
         )
     config = plan.config if plan else read_config(folder)[0]
     if not join(config.engine.device).first:
-        return Result((play(plan or make_plan(config), Store(), None, None),))
+        return Result((play(Entrant(plan or make_plan(config), Store())),))
+    with entering(folder, plan=plan, on_round=on_round) as entrant:
+        return Result((play(entrant),), str(folder.path))
+
+
+@contextmanager
+def entering(folder: RunFolder, *, plan: Plan | None = None, on_round: OnRound | None = None) -> Iterator[Entrant]:
+    """Hold the run of a folder, with its plan and its store open."""
     with folder.locked():
-        plan = plan or make_plan(config)
+        plan = plan or make_plan(read_config(folder)[0])
         store = Store(folder.state)
         try:
-            summary = play(plan, store, folder, on_round)
+            yield Entrant(plan, store, folder, on_round)
         finally:
             store.close()
-    return Result((summary,), str(folder.path))
 
 
-def play(plan: Plan, store: Store, folder: RunFolder | None, on_round: OnRound | None) -> dict[str, Any]:
+def play(entrant: Entrant) -> dict[str, Any]:
     """Play a plan to its end and summarise it; an interruption leaves the last finished round behind.
 
     Of several ranks the first has the folder and tells `on_round`; all return its summary.
     """
-    ranks = join(plan.config.engine.device)
-    with threads_of(plan):
-        course = Run(plan, store, ranks)
-        metrics = folder.rewrite_metrics(store.rows()) if folder else nullcontext()
-        with metrics as file, orderly_stop() as stopped:
-            for row in course.rounds():
-                if file is not None:
-                    file.write(json.dumps(row) + "\n")
-                if on_round and ranks.first:
-                    on_round(plan, row)
-                signalled = max(ranks.tell_all(stopped))
-                if signalled and course.round < plan.config.rounds:
-                    course.stop()
-                    raise Interrupted(signalled)
+    return play_all([entrant])[0]
+
+
+def play_all(entrants: Sequence[Entrant]) -> list[dict[str, Any]]:
+    """Play some plans in step, as `play` does each: those that are the same program share a stack on the device.
+
+    An interruption stops all. A run that fails leaves its folder as it would alone; the others are played to their
+    end, and then the error is raised, of several that of the first entrant.
+    """
+    ranks = join(entrants[0].plan.config.engine.device)
+    with threads_of(entrants[0].plan):
+        seating = take_seats([entrant.plan for entrant in entrants])
+        courses = {Run(entrant.plan, entrant.store, ranks, seating): entrant for entrant in entrants}
+        told, errors, signalled = _tell_rows(courses, ranks)
+    ended = [course for course in courses if told[course] == course.plan.config.rounds and course not in errors]
+    summaries = [_finish(course, courses[course].folder, ranks) for course in ended]
+    if signalled:
+        raise Interrupted(signalled)
+    for error in (errors[course] for course in courses if course in errors):
+        raise error
+    return summaries
+
+
+def _tell_rows(courses: Mapping[Run, Entrant], ranks: Alone) -> tuple[dict[Run, int], dict[Run, FednormError], int]:
+    """Play and write rows: the last round told of each course, how some failed, and the signal that stopped the rest.
+
+    Courses are settled together, so one may have ended whose last row was not told when a signal came: it is resumed.
+    """
+    told = {course: course.round for course in courses}
+    errors: dict[Run, FednormError] = {}
+    with ExitStack() as held:
+        files = {
+            course: held.enter_context(entrant.folder.rewrite_metrics(entrant.store.rows()))
+            for course, entrant in courses.items()
+            if entrant.folder
+        }
+        stopped = held.enter_context(orderly_stop())
+        for course, news in play_together(list(courses)):
+            if isinstance(news, FednormError):
+                errors[course] = news
+                continue
+            if course in files:
+                files[course].write(json.dumps(news) + "\n")
+            on_round = courses[course].on_round
+            if on_round and ranks.first:
+                on_round(course.plan, news)
+            told[course] = news["round"]
+            signalled = max(ranks.tell_all(stopped))
+            going = [each for each in courses if each.round < each.plan.config.rounds and each not in errors]
+            if signalled and going:
+                for each in going:
+                    each.stop()
+                return told, errors, signalled
+    return told, errors, 0
+
+
+def _finish(course: Run, folder: RunFolder | None, ranks: Alone) -> dict[str, Any]:
+    """The summary of a course that was played to its end, and in its folder all that it leaves."""
+    plan = course.plan
     summary = ranks.tell_first(lambda: _summary(plan, course))
     if folder:
         save_model(plan, course, folder.model)

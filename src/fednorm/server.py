@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,44 +44,72 @@ def keys_with(schema: Schema, *policies: Policy) -> list[str]:
 
 def flaw(update: Update, schema: Schema) -> str | None:
     """Why an update cannot be used, or None: wrong keys, shapes or types, values that are not finite or impossible."""
+    return flaws([update], schema)[0]
+
+
+def flaws(updates: Sequence[Update], schema: Schema) -> list[str | None]:
+    """The `flaw` of each update; one question to the device for many, where they are small and all is well."""
+    found = [_misfit(update, schema) for update in updates]
+    fitting = [update.shared for update, why in zip(updates, found, strict=True) if why is None]
+    size = sum(entry.size for entry, policy in schema.values() if policy is Policy.SHARED)
+    some = max(1, GROUP_SIZE // max(1, size))
+    if all(_all_healthy(fitting[start : start + some], schema) for start in range(0, len(fitting), some)):
+        return found
+    return [why or _ailment(update.shared, schema) for update, why in zip(updates, found, strict=True)]
+
+
+def _misfit(update: Update, schema: Schema) -> str | None:
+    """What is wrong with an update before one looks at its values."""
     expected = set(keys_with(schema, Policy.SHARED))
     for key in sorted(expected ^ update.shared.keys()):
         return f"'{key}' is {'missing' if key in expected else 'not expected'}"
     for key, tensor in update.shared.items():
         entry = schema[key][0]
-        if tuple(tensor.shape) != entry.shape:
+        if tensor.shape != entry.shape:
             return f"'{key}' has shape {tuple(tensor.shape)}, expected {entry.shape}"
         if tensor.dtype != entry.dtype:
             return f"'{key}' has type {tensor.dtype}, expected {entry.dtype}"
     if not isinstance(update.report.num_examples, int) or update.report.num_examples < 1:
         return f"its number of examples is {update.report.num_examples!r}, expected a whole number above 0"
-    if _all_healthy(update.shared, schema):
+    return None
+
+
+def _all_healthy(trees: Sequence[Tree], schema: Schema) -> bool:
+    """Whether all values surely can be used, by their sum, and the least of those that cannot be negative.
+
+    A number that is not finite makes the sum so. The sum of good ones may overflow: then each tensor must be asked.
+    """
+    keys = [key for key in keys_with(schema, Policy.SHARED) if schema[key][0].dtype.is_floating_point]
+    signed = [key for key in keys_with(schema, Policy.SHARED) if _must_not_be_negative(schema[key][0])]
+    floats = [tree[key].flatten() for tree in trees for key in keys]
+    total = [torch.cat(floats).sum().to(torch.float32)] if floats else []
+    positive = [tree[key].flatten().to(torch.float32) for tree in trees for key in signed]
+    least = [torch.cat(positive).amin()] if positive else []
+    told = torch.stack(total + least).tolist() if total or least else []
+    return all(map(math.isfinite, told)) and all(value >= 0 for value in told[len(total) :])
+
+
+def _ailment(tree: Tree, schema: Schema) -> str | None:
+    """The first entry with values that cannot be used, and what they are."""
+    for key, tensor in tree.items():
+        if not bool(torch.isfinite(tensor).all()):
+            return f"'{key}' is not finite"
+        if _must_not_be_negative(schema[key][0]) and not bool((tensor >= 0).all()):
+            return f"'{key}' is negative"
+    return None
+
+
+def not_finite(tree: Tree) -> str | None:
+    """The first key whose numbers are not all finite, or None."""
+    floats = {key: tensor for key, tensor in tree.items() if tensor.is_floating_point()}
+    if not floats or math.isfinite(torch.cat([tensor.flatten() for tensor in floats.values()]).sum().item()):
         return None
-    bad = next(key for key, tensor in update.shared.items() if not bool(_is_healthy(tensor, schema[key][0])))
-    what = "is not finite" if not bool(torch.isfinite(update.shared[bad]).all()) else "is negative"
-    return f"'{bad}' {what}"
-
-
-def _all_healthy(tree: Tree, schema: Schema) -> bool:
-    """One question to the device for all tensors; which one is at fault is asked only when something is."""
-    floats = [tensor.flatten() for tensor in tree.values() if tensor.is_floating_point()]
-    signed = [key for key in tree if _must_not_be_negative(schema[key][0])]
-    checks = [torch.isfinite(torch.cat(floats)).all()] if floats else []
-    checks += [(torch.cat([tree[key].flatten().to(torch.float32) for key in signed]) >= 0).all()] if signed else []
-    return not checks or bool(torch.stack(checks).all())
+    return next((key for key, tensor in floats.items() if not bool(tensor.isfinite().all())), None)
 
 
 def _must_not_be_negative(entry: Entry) -> bool:
     spreads = entry.kind is Kind.STATISTIC and entry.part in ("running_var", "running_std")
     return spreads or entry.kind is Kind.COUNTER
-
-
-def _is_healthy(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
-    if entry.kind is Kind.COUNTER:
-        return (tensor >= 0).all()
-    if entry.kind is Kind.STATISTIC and entry.part in ("running_var", "running_std"):
-        return (torch.isfinite(tensor) & (tensor >= 0)).all()
-    return torch.isfinite(tensor).all()
 
 
 def merge_updates(
@@ -142,7 +171,7 @@ def merge_stack(
             }
             new, left = phase.merge[kind](old, stack, weights, known)
             for part, entries in parts.items():
-                pieces = new[part].split([entry.size for entry in entries])
+                pieces = new[part].split_with_sizes([entry.size for entry in entries])
                 merged |= {e.key: piece.reshape(e.shape) for e, piece in zip(entries, pieces, strict=True)}
             for name, value in left.items():
                 entries = parts.get(_part_of(name))
@@ -179,7 +208,7 @@ def _parts(layers: Sequence[list[Entry]]) -> dict[str, list[Entry]]:
 
 def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
     """Tensors flattened from an axis on and laid end to end along it."""
-    flat = [tensor.unsqueeze(-1).flatten(axis) for tensor in tensors]
+    flat = [tensor.flatten(axis) if tensor.dim() > axis else tensor.unsqueeze(-1) for tensor in tensors]
     return torch.cat(flat, axis) if len(flat) > 1 else flat[0]
 
 

@@ -103,9 +103,10 @@ def bare_round(data: Federation, steps: int) -> Round:
         with training_mode(plan.prepared.model, phase.rule.hold):
             for batches in drawn:
                 trees = to_trees(plan, phase, start)
-                params, rest, buffers = trees.params, trees.rest, trees.buffers
+                params, buffers = trees.params, trees.buffers
+                rest = {key: value.clone() for key, value in trees.rest.items()}  # layers move statistics in place
                 for rows in batches:
-                    x, y = laid_out(data.x[rows]), data.y[rows]
+                    x, y = laid_out(data.x.index_select(0, rows)), data.y.index_select(0, rows)
                     out = step(params, rest, buffers, trees.params, x, y, key, numbers)
                     params, rest, buffers = out.params, out.rest, out.buffers
 

@@ -64,7 +64,7 @@ def variants(clients: int, options: Options, notes: dict[str, str], progress: Pr
     """What is timed; on a CPU only what makes sense there."""
     model, device, steps = options.model, options.device, options.local_steps
     on_gpu = device.type == "cuda"
-    precisions, forms = (PRECISIONS, FORMS) if on_gpu else (("fp32",), FORMS[:1])
+    precisions, forms = (options.precisions, FORMS) if on_gpu else (("fp32",), FORMS[:1])
     slow = "tf32" if on_gpu else "fp32"
     data = random_images(clients, IMAGES)
     found: dict[str, Play] = {}

@@ -30,6 +30,7 @@ class Options:
     steps: tuple[int, ...] = (1, 10)
     rounds: int | None = None
     precision: str | None = None
+    precisions: tuple[str, ...] = PRECISIONS
     data_dir: str | None = None
     peers: Path | None = None
 
@@ -42,8 +43,9 @@ class Options:
             if not value >= least:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
         build_images_model(self.model)
-        if self.precision is not None and self.precision not in PRECISIONS:
-            raise unknown("precision", self.precision, PRECISIONS)
+        for precision in (*self.precisions, *([self.precision] if self.precision else [])):
+            if precision not in PRECISIONS:
+                raise unknown("precision", precision, PRECISIONS)
         if self.peers is not None and not self.peers.is_dir():
             raise ConfigError(f"--peers {self.peers} is no folder; give the one with the peers' scripts")
 

@@ -29,6 +29,7 @@ Rounds = Annotated[
 Precision = Annotated[
     str | None, option("--precision", metavar="NAME", help="rounds, pfl: fp32, tf32 or bf16", panel=_SIZES)
 ]
+Precisions = Annotated[str, option("--precisions", metavar="LIST", help="gpu: of fp32, tf32 and bf16", panel=_SIZES)]
 DataDir = Annotated[
     str | None,
     option("--data-dir", metavar="DIR", help="folder with cifar10, else FEDNORM_DATA, else random", panel=_SIZES),
@@ -52,6 +53,7 @@ def bench(
     steps: Steps = "1,10",
     rounds: Rounds = None,
     precision: Precision = None,
+    precisions: Precisions = "fp32,tf32,bf16",
     data_dir: DataDir = None,
     device: Device = "auto",
     peers: Peers = None,
@@ -78,6 +80,7 @@ def bench(
         steps=read_numbers("--steps", steps),
         rounds=rounds,
         precision=precision,
+        precisions=tuple(precisions.replace(" ", "").split(",")),
         data_dir=data_dir,
         peers=peers,
     )

@@ -160,20 +160,20 @@ def augment_with_mask(
     return apply(x, mask, draws(key.to(x.device), x.shape, chain), chain, mask_fill) if chain.steps else (x, mask)
 
 
-def _sizes(chain: Augmentation, height: int, width: int) -> list[tuple[int, int]]:
+def sizes(chain: Augmentation, height: int, width: int) -> list[tuple[int, int]]:
     """Height and width before every step, and after the last."""
-    sizes = [(height, width)]
+    found = [(height, width)]
     for name, value in chain.steps:
-        sizes.append((int(value), int(value)) if name == "window" else sizes[-1])
-    return sizes
+        found.append((int(value), int(value)) if name == "window" else found[-1])
+    return found
 
 
 def draws(key: Tensor, shape: Sequence[int], chain: Augmentation) -> Tensor:
     """All that is random about the augmentation of a batch of this shape: two whole numbers a step, (B, steps, 2)."""
     batch, height, width = shape[0], shape[-2], shape[-1]
-    sizes = _sizes(chain, height, width)
+    before = sizes(chain, height, width)
     drawn = [
-        OPERATIONS[name].draw(rng.key(key, name, place), batch, *sizes[place], value)
+        OPERATIONS[name].draw(rng.key(key, name, place), batch, *before[place], value)
         for place, (name, value) in enumerate(chain.steps)
     ]
     return torch.stack(drawn, 1)
@@ -185,14 +185,14 @@ def apply(
     """Images (B, C, H, W), and their masks if given, moved as the drawn numbers say."""
     empty = torch.empty(0)
     batch, _, height, width = x.shape
-    sizes = _sizes(chain, height, width)
-    out_height, out_width = sizes[-1]
+    before = sizes(chain, height, width)
+    out_height, out_width = before[-1]
     rows = torch.arange(out_height, device=x.device).view(1, -1, 1)
     columns = torch.arange(out_width, device=x.device).view(1, 1, -1)
     inside = torch.ones((), dtype=torch.bool, device=x.device)
     for place in reversed(range(len(chain.steps))):
         name, value = chain.steps[place]
-        high, wide = sizes[place]
+        high, wide = before[place]
         first, second = (drawn[:, place, which].view(batch, 1, 1) for which in (0, 1))
         rows, columns = OPERATIONS[name].map_back((rows, columns), (first, second), high, wide, value)
         inside = inside & (rows >= 0) & (rows < high) & (columns >= 0) & (columns < wide)

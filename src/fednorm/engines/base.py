@@ -21,7 +21,10 @@ from fednorm.state import Kind, Policy, Tree
 
 @dataclass(frozen=True)
 class Job:
-    """One client's work in a phase: the state it starts from, its first batch and how many steps it takes."""
+    """One client's work in a phase: the state it starts from, its first batch and how many steps it takes.
+
+    The tensors of the state may be the server's own: an engine trains copies.
+    """
 
     client: int
     start: Tree
@@ -46,6 +49,11 @@ class Engine(Protocol):
 
 def start_state(plan: Plan, schema: Schema, server: Tree, mine: Tree) -> Tree:
     """What a client starts a phase with: the server's entries, its own, or fresh ones, as the policies say."""
+    return {key: value.clone() for key, value in start_view(plan, schema, server, mine).items()}
+
+
+def start_view(plan: Plan, schema: Schema, server: Tree, mine: Tree) -> Tree:
+    """`start_state` without copies, for those who change no tensor in place."""
     state: Tree = {}
     for key, (entry, policy) in schema.items():
         if policy in (Policy.SHARED, Policy.FROZEN):
@@ -58,7 +66,7 @@ def start_state(plan: Plan, schema: Schema, server: Tree, mine: Tree) -> Tree:
         state[key] = (
             torch.zeros(entry.shape, dtype=entry.dtype, device=plan.device)
             if source is None
-            else source.to(plan.device, copy=True)
+            else source.to(plan.device)
         )
     return state
 
@@ -88,15 +96,15 @@ class Trees:
 
 
 def to_trees(plan: Plan, phase: Phase, state: Tree) -> Trees:
-    """Sort a state into what is trained, what the optimizer keeps, and the rest, of which a copy is made.
+    """Sort a state into what is trained, what the optimizer keeps, and the rest.
 
-    Layers move their running statistics in place, and the state a client started from is still needed afterwards.
+    It must be a copy made for the training: layers move their running statistics in place.
     """
     trained = {entry.key for entry in plan.prepared.trained(phase)}
     kinds = {key: entry.kind for key, (entry, _) in plan.schema(phase).items()}
     params = {key: value for key, value in state.items() if key in trained}
     buffers = {key: value for key, value in state.items() if kinds[key] is Kind.OPTIMIZER}
-    rest = {key: value.clone() for key, value in state.items() if key not in trained and key not in buffers}
+    rest = {key: value for key, value in state.items() if key not in trained and key not in buffers}
     return Trees(params, rest, buffers)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
@@ -14,6 +16,7 @@ from fednorm.batches import Batches
 from fednorm.client import Step, training_mode
 from fednorm.engines.base import step_spec
 from fednorm.engines.flat import ALIGNMENT, Flats, Layout, aligned
+from fednorm.engines.pool import Pool
 from fednorm.engines.program import Program, Rows
 from fednorm.method import Phase
 from fednorm.optim import joined
@@ -28,6 +31,8 @@ _PARTS = ("params", "rest", "buffers")
 _SERVERS = (Policy.SHARED, Policy.FROZEN)
 
 
+_WORTH_A_LINE = 3.0
+"""Seconds of making a program ready that are told; compiled kernels are kept on disk, so the next run is quicker."""
 MOST_IN_ONE = 2
 """Up to so many steps a round is one program; more would only make it long."""
 
@@ -60,7 +65,7 @@ class Exchange:
         *, runs: int, clients: int, steps: int, batch_size: int, log_rows: int, memory: frozenset[str],
         keep: bool,
     ) -> None:  # fmt: skip
-        self.plan, self.phase, self.batches = plan, phase, batches
+        self.plan, self.phase = plan, phase
         self.runs, self.clients, self.steps, self.log_rows = runs, clients, steps, log_rows
         self.schema = plan.schema(phase)
         self.numbers = list(plan.numbers(phase, 1))
@@ -96,6 +101,7 @@ class Exchange:
         self._stacks = {part: self._layout(part) for part in _PARTS}
         for part, flats in self._start_flats(self._state).items():
             self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
+        self._pool = Pool(batches, layouts["server"].channels_last)
         self._programs: dict[str, Program] = {}
 
     @property
@@ -131,8 +137,12 @@ class Exchange:
 
     def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]]) -> None:
         if name not in self._programs:
+            started = time.perf_counter()
             with training_mode(self.plan.prepared.model, self.phase.rule.hold):
                 self._programs[name] = Program(function, self._state)
+            seconds = time.perf_counter() - started
+            if seconds > _WORTH_A_LINE:
+                print(f"stacked engine: '{self.phase.name}' {name} made ready in {seconds:.1f} s", file=sys.stderr)
         self._programs[name]()
 
     def _round(self, state: Tree) -> tuple[Tree, Rows]:
@@ -210,7 +220,7 @@ class Exchange:
     def _step(self, state: Tree) -> tuple[Tree, Rows]:
         at = state["step"]
         keys = state["batch_keys"].index_select(0, at)[0]
-        x, y = self.batches.gather(*(state[name].index_select(0, at)[0] for name in ("batch_rows", "batch_draws")))
+        x, y = self._pool.gather(*(state[name].index_select(0, at)[0] for name in ("batch_rows", "batch_draws")))
         params, rest, buffers = (self._stacks[part].unpack(unnamed(part, state)) for part in _PARTS)
         # Layers move their statistics in place, here in copies that tracing takes out again.
         rest = {key: value.clone() for key, value in rest.items()}

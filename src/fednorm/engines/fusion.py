@@ -25,8 +25,10 @@ MOST_PARTS = 1024
 
 def trace(function: Callable[..., Any], *examples: Any) -> GraphModule:
     """A function of tensors as a graph of operators without changes in place, for tensors shaped as the examples."""
-    # make_fx counts the arguments of what it is given, and miscounts those of methods.
-    traced = make_fx(functionalize(lambda *args: function(*args)))(*examples)
+    # Fake tensors: nothing runs, so kernels that fusion replaces are not even compiled. The lambda, because make_fx
+    # counts the arguments of what it is given, and miscounts those of methods.
+    fake = make_fx(functionalize(lambda *args: function(*args)), tracing_mode="fake", _allow_non_fake_inputs=True)
+    traced = fake(*examples)
     for node in list(traced.graph.nodes):
         # What the function changed in its inputs is written back at the end; callers read what it returns.
         if node.target is _aten.copy_.default:
@@ -78,6 +80,8 @@ def _share_moments(graph: Graph, norm: Node) -> None:
         both = graph.call_function(_own.conv_moments.default, conv.args, conv.kwargs)
         first, parts = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
     first.meta = conv.meta
+    tiles = -(-y.numel() // (y.shape[0] * y.shape[2] * rows))
+    parts.meta = {"val": y.new_empty(len(y), tiles, 2, y.shape[2], dtype=ops.master_type(y))}
     conv.replace_all_uses_with(first)
     graph.erase_node(conv)
     norm.kwargs = {**norm.kwargs, "parts": parts, "part_rows": rows}
@@ -136,7 +140,7 @@ def _drop_clone(graph: Graph, node: Node) -> None:
 
 
 def _drop_rejoining(graph: Graph, cat: Node) -> None:
-    """A matrix that was split into its entries, some of which are joined again as they lay, is a part of that matrix."""
+    """Entries of a split matrix that are joined again as they lay are a part of that matrix."""
     pieces = [_piece(each) for each in cat.args[0]]  # type: ignore[union-attr]
     splits = {piece[0] for piece in pieces if piece}
     if len(splits) != 1 or None in pieces:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map_only
 
 from fednorm.engines.fusion import fuse, trace
 from fednorm.state import Tree
 
+_COMPILERS = 8
+"""Kernels compiled at a time; most of it is work outside Python."""
 _WARM_UP = 2  # torch's advice before a capture: libraries choose and allocate on their first calls
 
 
@@ -28,6 +36,7 @@ class Program:
         self._traced = fuse(trace(function, state))
         self._graph: torch.cuda.CUDAGraph | None = None
         if next(iter(state.values())).is_cuda:
+            compile_kernels(self._traced)
             self._capture()
 
     def __call__(self) -> None:
@@ -46,6 +55,47 @@ class Program:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             put(self._state, *self._traced(self._state))
+
+
+def compile_kernels(traced: GraphModule) -> None:
+    """Let the kernels of a graph be compiled side by side, by calling each operator once on zeros.
+
+    A kernel that cannot be made like this is made, or complains, when the graph runs.
+    """
+    calls = {}
+    for node in traced.graph.nodes:
+        if str(node.target).startswith("fednorm."):
+            given = tree_map_only(Node, _facts, (node.args, dict(node.kwargs)))
+            calls[repr((node.target, given))] = node.target, given
+
+    def call(target: Any, given: Any) -> None:
+        with suppress(RuntimeError, TypeError, NotImplementedError):
+            args, kwargs = tree_map_only(Facts, Facts.zeros, given)
+            target(*args, **kwargs)
+
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        for _ in pool.map(lambda each: call(*each), calls.values()):
+            pass
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    def zeros(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).zero_()
+
+
+def _facts(node: Node) -> Facts | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None  # a call with it fails, and so is left for later
+    return Facts(tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device))
 
 
 @torch.no_grad()

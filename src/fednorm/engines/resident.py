@@ -6,8 +6,9 @@ Several runs of the same program share the client axis: client j of run r is row
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -134,10 +135,14 @@ class Resident:
         }
         self.refused: set[tuple[str, int, int]] = set()
         """places of phases that could not be made a program; their runs go the ordinary way"""
+        self.most_at_once = len(plans)
+        """runs whose exchange is one program; fewer where all of them did not fit into memory"""
         self.holds_local = bool(local)
         self.num_clients = len(self.plan.federation.clients)
         self._batches, self._offsets = _pooled(plans)
         self._exchanges: dict[Any, Exchange] = {}
+        self._waiting: WeakValueDictionary[tuple[Exchange, int, int], LateReports] = WeakValueDictionary()
+        """reports by their place in an exchange's log, as long as somebody may look at them"""
         self._remembered = [frozenset[str]() for _ in plans]
         self._upcoming = [Upcoming(plan) for plan in plans]
         self._state = named("server", self._layouts["server"].pack(_stacked(servers)))
@@ -213,19 +218,30 @@ class Resident:
                 clients=len(first.clients), steps=steps, batch_size=size, log_rows=LOG_ROWS, keep=first.keep,
             )  # fmt: skip
         exchange = self._exchanges[place]
-        exchange.send(self._message([(run, tasks[run]) for run in runs], steps))
-        self._make_room(exchange, runs)
-        slot = exchange.play()
-        return {run: LateReports(exchange, slot, place, tasks[run], self.plans[run]) for place, run in enumerate(runs)}
+        for row in range(len(runs)):  # the place in the log is taken again
+            if late := self._waiting.get((exchange, exchange.turn % LOG_ROWS, row)):
+                late.settle()
+        try:
+            exchange.send(self._message([(run, tasks[run]) for run in runs], steps))
+            self._make_room(exchange)
+            slot = exchange.play()
+        except BaseException:
+            del self._exchanges[place]  # whatever it holds may be what was in the way
+            raise
+        for run in runs:
+            self._remembered[run] = self._remembered[run].union(exchange.remembered)
+        reports = {}
+        for row, run in enumerate(runs):
+            reports[run] = LateReports(exchange, slot, row, tasks[run], self.plans[run])
+            self._waiting[exchange, slot, row] = reports[run]
+        return reports
 
-    def _make_room(self, exchange: Exchange, runs: Sequence[int]) -> None:
+    def _make_room(self, exchange: Exchange) -> None:
         """Places for what a first merge begins to remember."""
         if exchange.turn == 0:
             exchange.remembered = exchange.remembers()
             for key, value in exchange.remembered.items():
                 self._room_for(key, value[0])
-        for run in runs:
-            self._remembered[run] = self._remembered[run].union(exchange.remembered)
 
     def _message(self, tasks: Sequence[tuple[int, Task]], steps: int) -> dict[str, torch.Tensor]:
         rows, keys, drawn, numbers = [], [], [], []
@@ -264,4 +280,21 @@ def _stacked(trees: Sequence[Tree]) -> Tree:
 
 def _pooled(plans: Sequence[Plan]) -> tuple[Batches, list[int]]:
     """Batches that gather from the examples of all runs, and where those of each begin; equal data lie there once."""
-    return plans[0].batches, [0] * len(plans)
+    pools: list[tuple[torch.Tensor, torch.Tensor]] = []
+    which: list[int] = []
+    for plan in plans:
+        own = plan.federation.x, plan.federation.y
+        found = (place for place, pool in enumerate(pools) if all(map(_equal, pool, own)))
+        which.append(next(found, len(pools)))
+        if which[-1] == len(pools):
+            pools.append(own)
+    batches = plans[0].batches
+    if len(pools) == 1:
+        return batches, [0] * len(plans)
+    x, y = (torch.cat(parts) for parts in zip(*pools, strict=True))
+    begins = [sum(len(labels) for _, labels in pools[:place]) for place in which]
+    return replace(batches, federation=replace(batches.federation, x=x, y=y)), begins
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or torch.equal(a, b)

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fednorm import rng
 from fednorm.batches import UNION
 from fednorm.config import differences, to_dict
-from fednorm.engines.base import Job, Outcome, start_state
+from fednorm.engines.base import Job, Outcome, start_view
 from fednorm.engines.choose import ENGINES as ENGINES
 from fednorm.engines.choose import close_engine, make_engine
 from fednorm.engines.ranks import Alone
 from fednorm.engines.resident import LOG_ROWS, LateReports, Task
 from fednorm.engines.seat import Seat, exchange_on_device, take_seat
 from fednorm.engines.stacked import StackedEngine
-from fednorm.errors import ConfigError, DivergedError, QuorumError
+from fednorm.errors import ConfigError, DivergedError, FednormError, QuorumError
 from fednorm.evaluate import Scores, evaluate
 from fednorm.method import Memory, Phase, Progress
 from fednorm.pieces.weights import Report
 from fednorm.plan import Plan
-from fednorm.server import DOWN, UP, flaw, keys_with, merge_updates
+from fednorm.server import DOWN, UP, flaws, keys_with, merge_updates, not_finite
 from fednorm.state import Kind, Tree
 from fednorm.store import ClientState, Store, to_device
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Row = dict[str, Any]
 SETTLE_SECONDS = 0.25
 """Rounds that stay on the device are looked at this often: for the progress, and for an interruption."""
@@ -72,7 +74,13 @@ Asking = Generator[Wish, Sequence[Report], Any]
 class Run:
     """A run in progress. All that changes is here and goes into the store with every commit."""
 
-    def __init__(self, plan: Plan, store: Store, ranks: Alone | None = None, seat: Seat | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        ranks: Alone | None = None,
+        seating: Callable[[Plan], Seat | None] = take_seat,
+    ) -> None:
         self.plan = plan
         self.store = store
         self.ranks = ranks or Alone()
@@ -87,7 +95,7 @@ class Run:
         self.round: int = facts.get("round", 0)
         self.switch_memory: Memory = facts.get("switch", {})
         self.reports: Sequence[Report] = [Report(**report) for report in facts.get("reports", [])]
-        self.seat = seat or (take_seat(plan) if self._stays() else None)
+        self.seat = seating(plan) if self._stays() else None
         self._server: Tree = {}
         self._memory: Tree = {}
         self.server = to_device(store.tree("model"), plan.device) if facts else plan.initial()
@@ -129,7 +137,10 @@ class Run:
 
     def rounds(self) -> Iterator[Row]:
         """Play the remaining rounds; each row is yielded after the round is finished and, as configured, committed."""
-        return (row for _, row in play_together([self]))
+        for _, news in play_together([self]):
+            if isinstance(news, FednormError):
+                raise news
+            yield news
 
     def stop(self) -> None:
         """Commit what was played since the last checkpoint, so that an orderly stop loses nothing."""
@@ -169,10 +180,14 @@ class Run:
                 raise diverged(f"round {row['round']}, client {client}: its update is not finite")
         self._uncommitted.append(row)
 
+    def checkpoint_is_set(self) -> bool:
+        """Whether just this round ends with a checkpoint, by the config or because it is the last."""
+        every = self.plan.config.engine.checkpoint_every
+        return self.round == self.plan.config.rounds or (every is not None and self.round % every == 0)
+
     def commit_if_due(self) -> None:
         """A checkpoint after so many rounds, or after some seconds where the config names no number."""
-        every = self.plan.config.engine.checkpoint_every
-        if self.round == self.plan.config.rounds or (self.round % every == 0 if every else self._late()):
+        if self.checkpoint_is_set() or (self.plan.config.engine.checkpoint_every is None and self._late()):
             self._commit()
 
     def _late(self) -> bool:
@@ -247,7 +262,7 @@ class Run:
         jobs = [
             Job(
                 client,
-                start_state(plan, schema, server, states[client].tree),
+                start_view(plan, schema, server, states[client].tree),
                 self._first_batch(phase, client, states[client].steps),
                 plan.num_steps(client, phase),
             )
@@ -260,11 +275,12 @@ class Run:
             """Train the clients of this process, and say in JSON values what all must know of them."""
             trained = self.engine.train(phase, number, jobs, probing) if jobs else iter(())
             outcomes = sorted(trained, key=lambda o: o.update.client)
-            flaws = {outcome.update.client: _flaw(outcome, schema) for outcome in outcomes}
-            accepted.extend(outcome for outcome in outcomes if not flaws[outcome.update.client])
+            found = flaws([outcome.update for outcome in outcomes], schema)
+            why = {o.update.client: each or _local_flaw(o) for o, each in zip(outcomes, found, strict=True)}
+            accepted.extend(outcome for outcome in outcomes if not why[outcome.update.client])
             sent = [outcome.update for outcome in accepted]
             return {
-                "refused": [(client, why) for client, why in flaws.items() if why],
+                "refused": [(client, reason) for client, reason in why.items() if reason],
                 "reports": [vars(update.report) for update in sent],
                 "seen": [(o.update.client, dict(o.seen)) for o in accepted],
             }
@@ -327,74 +343,99 @@ class Run:
         self._committed_at = time.perf_counter()
 
 
-def play_together(runs: Sequence[Run]) -> Iterator[tuple[Run, Row]]:
+def play_together(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError]]:
     """Play the remaining rounds of some runs in step; rows come when they are settled.
 
-    Rounds that stay on the device are settled several at a time, so that it need not wait for the host.
+    Rounds that stay on the device are settled several at a time, so that it need not wait for the host. A run that
+    cannot go on ends with its error, without the rounds that were not settled yet; the others go on.
     """
     played: list[tuple[Run, Row, Sequence[Report]]] = []
+    failed: dict[Run, FednormError] = {}
     since = time.perf_counter()
     try:
-        while active := [run for run in runs if run.round < run.plan.config.rounds]:
-            for run, row in play_round(active):
-                played.append((run, row, run.reports))
+        while active := [run for run in runs if run.round < run.plan.config.rounds and run not in failed]:
+            for run, end in play_round(active).items():
+                if isinstance(end, FednormError):
+                    failed[run] = end
+                else:
+                    played.append((run, end, run.reports))
             late = all(isinstance(reports, LateReports) and "eval" not in row for _, row, reports in played)
-            ended = any(run.round == run.plan.config.rounds for run in active)
+            ended = any(run in failed or run.checkpoint_is_set() for run in active)
             recent = time.perf_counter() - since < SETTLE_SECONDS
             if late and not ended and recent and len(played) < LOG_ROWS * len(active) // 2:
                 continue
             for run, row, reports in played:
-                run.settle(row, reports)
-            seconds = (time.perf_counter() - since) / len(played)
+                error = None if run in failed else attempt(run.settle, row, reports)
+                if error:
+                    failed[run] = error
+            seconds = (time.perf_counter() - since) / max(1, len(played))
             for _, row, _ in played:
                 row["seconds"] = round(seconds, 6)
             for run in active:
-                run.commit_if_due()
+                if run not in failed:
+                    run.commit_if_due()
             settled, played = played, []
             for run, row, _ in settled:
-                yield run, row
+                if run not in failed:
+                    yield run, row
+            for run in active:
+                if run in failed:
+                    run.close()
+                    yield run, failed[run]
             since = time.perf_counter()
     finally:
         for run in runs:
             run.close()
 
 
-def play_round(runs: Sequence[Run]) -> list[tuple[Run, Row]]:
+def play_round(runs: Sequence[Run]) -> dict[Run, Row | FednormError]:
     """The next round of each run; what they ask for at the same time is done at the same time."""
     turns = {run: run.play(run.round + 1) for run in runs}
     answers: dict[Run, Any] = dict.fromkeys(runs)
-    rows: dict[Run, Row] = {}
+    ends: dict[Run, Row | FednormError] = {}
     while turns:
         wishes: dict[Run, Wish] = {}
         for run, turn in list(turns.items()):
             try:
+                if isinstance(answers[run], FednormError):
+                    raise answers[run]
                 wishes[run] = turn.send(answers[run])
-            except StopIteration as end:
-                rows[run] = end.value
+            except (StopIteration, FednormError) as end:
+                ends[run] = end.value if isinstance(end, StopIteration) else end
                 del turns[run]
         answers = grant(wishes)
-    return [(run, rows[run]) for run in runs]
+    return {run: ends[run] for run in runs}
 
 
-def grant(wishes: Mapping[Run, Wish]) -> dict[Run, Sequence[Report]]:
+def grant(wishes: Mapping[Run, Wish]) -> dict[Run, Sequence[Report] | FednormError]:
     """Do the exchanges that runs ask for: together on the device where they can stay there, else one by one."""
-    answers: dict[Run, Sequence[Report]] = {}
+    answers: dict[Run, Sequence[Report] | FednormError] = {}
     groups: dict[Any, dict[Run, Task]] = {}
     for run, wish in wishes.items():
         task = run.task(wish) if run.seat and not run.probing(wish.number) else None
         alike = run.seat.alike(task) if run.seat and task else None
-        if task is None or alike is None:
-            answers[run] = run.exchange(wish)
-        else:
+        if task is not None and alike is not None:
             groups.setdefault(alike, {})[run] = task
     for tasks in groups.values():
         seats = [(run.seat, task, run.store) for run, task in tasks.items() if run.seat]
-        together = exchange_on_device(seats)
+        together = attempt(exchange_on_device, seats)
         for place, (run, task) in enumerate(tasks.items()):
-            if together:
+            reports = together if isinstance(together, FednormError) else together[place]
+            if reports is not None:
+                answers[run] = reports
                 run.count(wishes[run], len(task.clients))
-            answers[run] = together[place] if together else run.exchange(wishes[run])
+    for run, wish in wishes.items():
+        if run not in answers:
+            answers[run] = attempt(run.exchange, wish)
     return answers
+
+
+def attempt(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | FednormError:
+    """What a function returns, or the error it ends with: one run's, which need not be the end of others."""
+    try:
+        return function(*arguments, **named)
+    except FednormError as error:
+        return error
 
 
 def diverged(where: str) -> DivergedError:
@@ -412,9 +453,6 @@ def lockstep_cost(phase: Phase, schema: Any) -> tuple[int, int]:
     return 3 * phase.lockstep * len(means), 4 * phase.lockstep * sum(entry.bytes for entry in means)
 
 
-def _flaw(outcome: Outcome, schema: Any) -> str | None:
-    found = flaw(outcome.update, schema)
-    if found is None and any(not bool(value.isfinite().all()) for value in outcome.kept.values()):
-        bad = next(key for key, value in outcome.kept.items() if not bool(value.isfinite().all()))
-        return f"'{bad}' (local) is not finite"
-    return found
+def _local_flaw(outcome: Outcome) -> str | None:
+    bad = not_finite(outcome.kept)
+    return f"'{bad}' (local) is not finite" if bad else None

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from fednorm.batches import UNION
 from fednorm.engines.exchange import NotAProgram
 from fednorm.engines.kernels.layers import StackConv2d
@@ -127,9 +129,20 @@ def channels_last(plan: Plan) -> bool:
     return any(isinstance(module, StackConv2d) for module in plan.prepared.model.modules())
 
 
-def exchange_on_device(seats: Sequence[tuple[Seat, Task, Store]]) -> list[LateReports]:
-    """One exchange of runs that share a resident and whose tasks are alike; empty where it cannot be a program."""
+def exchange_on_device(seats: Sequence[tuple[Seat, Task, Store]]) -> list[LateReports | None]:
+    """One exchange of runs that share a resident and whose tasks are alike; None for those it cannot be a program for.
+
+    As many runs at a time as memory allows: where all do not fit, halves are tried.
+    """
     resident = seats[0][0].resident
+    done: list[LateReports | None] = []
+    while len(done) < len(seats):
+        done += _exchange_at_once(resident, seats[len(done) : len(done) + resident.most_at_once])
+    return done
+
+
+def _exchange_at_once(resident: Resident, seats: Sequence[tuple[Seat, Task, Store]]) -> list[LateReports | None]:
+    """The exchange of some seats; empty where they do not fit into memory together, which the resident remembers."""
     steps = seats[0][0].equal_work(seats[0][1]) or 0
     for seat, task, store in seats:
         seat.fetch(store, task.clients)
@@ -138,28 +151,34 @@ def exchange_on_device(seats: Sequence[tuple[Seat, Task, Store]]) -> list[LateRe
     except (RuntimeError, NotImplementedError, NotAProgram) as error:  # nothing lasting has changed yet
         if isinstance(error, FednormError):
             raise
-        resident.refused.add(seats[0][1].place)
-        if isinstance(error, NotAProgram):
+        if isinstance(error, torch.OutOfMemoryError) and len(seats) > 1:
+            resident.most_at_once = (len(seats) + 1) // 2
             return []
-        why = str(error).strip().splitlines()[0]
-        print(
-            f"stacked engine: rounds cannot stay on the device ({why}); clients are stacked step by step",
-            file=sys.stderr,
-        )
-        return []
+        resident.refused.add(seats[0][1].place)
+        if not isinstance(error, NotAProgram):
+            why = str(error).strip().splitlines()[0]
+            print(
+                f"stacked engine: rounds cannot stay on the device ({why}); clients are stacked step by step",
+                file=sys.stderr,
+            )
+        return [None] * len(seats)
     for seat, task, _ in seats:
         seat.note(task, steps)
     return [reports[seat.run] for seat, _, _ in seats]
 
 
-def can_stay(plan: Plan) -> bool:
-    """Whether a plan's rounds can be played on the device from end to end."""
+def local_bytes(plan: Plan) -> int:
+    """The size of what all clients of a run keep."""
     entries = {
         key: entry.bytes
         for phase in plan.phases
         for key, (entry, policy) in plan.schema(phase).items()
         if policy is Policy.LOCAL
     }
+    return sum(entries.values()) * len(plan.federation.clients)
+
+
+def can_stay(plan: Plan) -> bool:
+    """Whether a plan's rounds can be played on the device from end to end."""
     refuses = plan.config.engine.quorum is not None  # who may be refused must be looked at in every round
-    size = sum(entries.values()) * len(plan.federation.clients)
-    return plan.device.type in DEVICES and not refuses and size <= MOST_LOCAL_BYTES
+    return plan.device.type in DEVICES and not refuses and local_bytes(plan) <= MOST_LOCAL_BYTES

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 
+WIDE_NUMBERS = 1 << 20
+"""Numbers of a stack that are turned into float64 at a time: a bound on memory."""
+
+
 def fold(stack: Tensor, weights: Tensor, onto: Tensor | None = None) -> Tensor:
     """sum_k p_k x_k in float64 over the leading axis, after what is `onto`; on the host left to right.
 
@@ -24,13 +28,14 @@ def fold(stack: Tensor, weights: Tensor, onto: Tensor | None = None) -> Tensor:
     if stack.device.type not in ("cpu", "mps"):
         total = (wide(stack) * weights.reshape(-1, *[1] * (stack.dim() - 1))).sum(0)
         return total if onto is None else onto + total
-    values = stack.to(wide_device(stack.device)).unsqueeze(-1).flatten(1).unbind()
-    shares = weights.unsqueeze(1).unbind()  # vectors of one number, since a bare number would leave float32 as it is
+    rows, shares = stack.unsqueeze(-1).flatten(1), weights.unsqueeze(1)
+    some = max(1, WIDE_NUMBERS // max(1, rows.shape[1]))
+    parts = [(rows, shares)] if len(rows) <= some else zip(rows.split(some), shares.split(some), strict=True)
     total = None if onto is None else onto.flatten().clone()
-    for value, share in zip(values, shares, strict=True):
-        # A product, then a sum: fused they would round differently in the vectorised part of a tensor and in its tail.
-        product = value * share
-        total = product if total is None else total.add_(product)
+    for part, share in parts:
+        # Products, then sums: fused they would round differently in the vectorised part of a tensor and in its tail.
+        for product in (wide(part) * share).unbind():
+            total = product if total is None else total.add_(product)
     if total is None:
         raise ValueError("a sum over no clients has no value")
     return total.reshape(stack.shape[1:])

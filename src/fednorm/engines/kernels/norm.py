@@ -129,7 +129,8 @@ def _grad_sums_kernel(
 @triton.jit
 def _input_grad_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
-    gamma_stride, rows, chunks, eps, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    gamma_stride, rows, chunks, eps,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
     TRAINING: tl.constexpr, RELU: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -206,7 +207,8 @@ def run_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Running]:  # fmt: skip
     """y, mean and biased variance of x (client, ..., channel), contiguous, and the moved running statistics.
 
-    Vectors of channels may lie apart from client to client, as views into a longer row. `parts` are moments that the convolution before took, and how many pixels each is of.
+    Vectors of channels may lie apart from client to client, as views into a longer row. `parts` are moments that the
+    convolution before took, and how many pixels each is of.
     """
     cut = _cut(x)
     if training and parts is None:

@@ -74,6 +74,14 @@ def part_rows(ins: int, outs: int) -> int:
     return conv_tile(ins, outs).pixels
 
 
+@torch.library.custom_op("fednorm::images", mutates_args=())
+def images(pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, size: list[int]) -> Tensor:
+    """Images of a pool, augmented and scaled; see `fednorm.engines.pool`, whose reference is `Batches.gather`."""
+    from fednorm.engines.kernels.images import take_images
+
+    return channels_second(take_images(pool, rows, drawn, plan, scale, (size[0], size[1])))
+
+
 @torch.library.custom_op("fednorm::conv", mutates_args=())
 def conv(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> Tensor:
     """A convolution with weights per client."""
@@ -205,3 +213,59 @@ def norm_grad(
         grad = grad - _spread(dbeta / count) - hat * _spread(dgamma / count)
     dx = channels_second(channels_last((_spread(gamma * inverse) * grad).to(x.dtype)))
     return dx, dgamma, dbeta, channels_second(channels_last(dz)) if masked else dy.new_empty(0)
+
+
+def _laid_out(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An activation or filter of this shape (client, batch, channel, height, width), laid out as the operators do."""
+    clients, batch, channels, height, width = shape
+    return channels_second(like.new_empty(clients, batch, height, width, channels, dtype=dtype or like.dtype))
+
+
+# What torch must know of the operators to trace a step without running it: the shapes they return.
+@images.register_fake
+def _(pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, size: list[int]) -> Tensor:
+    return _laid_out(scale, *rows.shape, pool.shape[1], *size)
+
+
+@conv.register_fake
+def _(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> Tensor:
+    return _laid_out(x, *x.shape[:2], w.shape[1], *_out_size(x, w, stride, padding))
+
+
+@conv_moments.register_fake
+def _(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> tuple[Tensor, Tensor]:
+    height, width = _out_size(x, w, stride, padding)
+    parts = -(-x.shape[1] * height * width // part_rows(w.shape[2], w.shape[1]))
+    moments = x.new_empty(len(x), parts, 2, w.shape[1], dtype=master_type(x))
+    return _laid_out(x, *x.shape[:2], w.shape[1], height, width), moments
+
+
+@conv_input_grad.register_fake
+def _(dy: Tensor, w: Tensor, size: list[int], stride: int, padding: list[int], addend: Tensor | None = None) -> Tensor:
+    return _laid_out(dy, *dy.shape[:2], w.shape[2], *size)
+
+
+@conv_weight_grad.register_fake
+def _(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int]) -> Tensor:
+    return _laid_out(x, len(x), dy.shape[2], x.shape[2], *kernel, dtype=master_type(x))
+
+
+@norm.register_fake
+def _(
+    x: Tensor, gamma: Tensor, beta: Tensor, running_mean: Tensor, running_var: Tensor, counter: Tensor,
+    training: bool, rate: float, eps: float, addend: Tensor | None = None, relu: bool = False,
+    parts: Tensor | None = None, part_rows: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    mean, var = gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape)
+    shape = gamma.shape if training else (0,)
+    moved = gamma.new_empty(shape), gamma.new_empty(shape), counter.new_empty(counter.shape if training else (0,))
+    return _laid_out(x, *x.shape), mean, var, *moved
+
+
+@norm_grad.register_fake
+def _(
+    x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, training: bool, eps: float,
+    y: Tensor | None = None, masked: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    through = _laid_out(dy, *dy.shape) if masked else dy.new_empty(0)
+    return _laid_out(x, *x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape), through

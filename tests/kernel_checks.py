@@ -1,0 +1,125 @@
+"""The Triton kernels against plain torch: run as a script, on a GPU or (with TRITON_INTERPRET=1) in the interpreter.
+
+A script of its own, since Triton decides about its interpreter once, when it is imported.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional, grad
+
+from fednorm import rng
+from fednorm.data.augment import apply, draws, parse, sizes
+from fednorm.engines.kernels import conv, norm
+from fednorm.engines.kernels.images import take_images
+from fednorm.engines.kernels.ops import channels_last, channels_second
+from fednorm.engines.kernels.tiles import conv_tile
+from fednorm.engines.pool import _CODES
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-4) -> None:
+    assert torch.allclose(left, right, rtol=tolerance, atol=tolerance), float((left - right).abs().max())
+
+
+def apart(value: Tensor) -> Tensor:
+    """The same numbers as rows of a longer matrix, as the engine keeps them."""
+    flat = value.flatten(1)
+    wide = torch.zeros(len(flat), flat.shape[1] + 48, device=value.device, dtype=value.dtype)
+    wide[:, 16 : 16 + flat.shape[1]] = flat
+    return wide[:, 16 : 16 + flat.shape[1]].view(value.shape)
+
+
+def check_conv(ins: int, outs: int, stride: int, padding: int, kernel: int, size: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(2, 3, ins, size, size, device=DEVICE)
+    w = torch.randn(2, outs, ins, kernel, kernel, device=DEVICE) * 0.1
+    y = torch.stack([functional.conv2d(a, b, None, stride, padding) for a, b in zip(x, w, strict=True)])
+    dy, extra = torch.randn_like(y), torch.randn_like(x)
+    shape = conv.Shape(stride, padding, padding, kernel, kernel)
+    filters = apart(channels_last(w))
+    height, width = y.shape[3:]
+    got, parts = conv.run_conv(channels_last(x), filters, (height, width), shape, moments=True)
+    close(channels_second(got), y)
+    each = list(zip(x, w, dy, strict=True))
+    dx = torch.stack([grad.conv2d_input(a.shape, b, c, stride, padding) for a, b, c in each])
+    back, _ = conv.run_conv(channels_last(dy), filters, (size, size), shape, backward=True, addend=channels_last(extra))
+    close(channels_second(back), dx + extra)
+    dw = torch.stack([grad.conv2d_weight(a, b.shape, c, stride, padding) for a, b, c in each])
+    close(channels_second(conv.run_weight_grad(channels_last(x), channels_last(dy), shape)), dw)
+    return got, parts
+
+
+def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool) -> None:
+    """A batch norm with what a residual block adds and a ReLU, forward and backward."""
+    clients, channels = len(x), x.shape[-1]
+    x = x.detach().requires_grad_()
+    gamma, beta = (torch.rand(clients, channels, device=DEVICE).requires_grad_() for _ in range(2))
+    running = norm.Running(
+        apart(torch.randn(clients, channels, device=DEVICE)),
+        apart(torch.rand(clients, channels, device=DEVICE) + 0.5),
+        torch.arange(clients, device=DEVICE),
+    )
+    var, mean = torch.var_mean(x, (1, 2, 3), correction=0) if training else (running.var, running.mean)
+
+    def spread(values: Tensor) -> Tensor:
+        return values[:, None, None, None]
+
+    extra = torch.randn_like(x)
+    y = torch.relu((x - spread(mean)) * spread((var + 1e-5).rsqrt() * gamma) + spread(beta) + extra)
+    dy = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, (x, gamma, beta), dy)
+    with torch.no_grad():
+        got, got_mean, got_var, moved = norm.run_norm(
+            x.detach(), apart(gamma), apart(beta), running, training=training, rate=0.1, eps=1e-5, addend=extra,
+            relu=True, parts=parts,
+        )  # fmt: skip
+        for left, right in ((got, y), (got_mean, mean), (got_var, var)):
+            close(left, right)
+        if training:
+            count = x.numel() // (clients * channels)
+            close(moved.mean, 0.9 * running.mean + 0.1 * mean)
+            close(moved.var, 0.9 * running.var + 0.1 * var * count / (count - 1))
+            assert torch.equal(moved.counter, running.counter + 1)
+        *grads, masked = norm.run_norm_grad(
+            x.detach(), dy, got_mean, got_var, apart(gamma), training=training, eps=1e-5, y=got, masked=True
+        )
+        for left, right in zip(grads, wanted, strict=True):
+            close(left, right, 1e-3)
+        close(masked, dy * (got > 0))
+
+
+def check_images(spec: str) -> None:
+    chain = parse(spec)
+    pool = torch.randint(0, 256, (9, 3, 12, 10), dtype=torch.uint8, device=DEVICE)
+    rows = torch.randint(0, 9, (2, 5), device=DEVICE)
+    none = torch.zeros(5, 0, 2, dtype=torch.int64)
+    keys = rng.key(3, torch.arange(2))
+    drawn = torch.stack([draws(key, (5, 12, 10), chain) if chain.steps else none for key in keys]).to(DEVICE)
+    mean, std = torch.tensor([[0.1, 0.2, 0.3], [0.5, 0.6, 0.7]], device=DEVICE)
+    before = sizes(chain, 12, 10)
+    steps = [(_CODES[name], *size) for (name, _), size in zip(chain.steps, before, strict=False)]
+    plan = torch.tensor(steps, dtype=torch.int64, device=DEVICE)
+    each = zip(pool[rows], drawn, strict=True)
+    raw = torch.stack([apply(x, None, numbers, chain)[0] if chain.steps else x for x, numbers in each])
+    wanted = (raw.float() / 255 - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+    got = take_images(pool, rows, drawn, plan, torch.stack([mean, std]), before[-1])
+    close(channels_second(got), wanted, 1e-6)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    for case in ((3, 16, 1, 1, 3, 8), (16, 32, 2, 1, 3, 8), (70, 20, 1, 1, 3, 4), (16, 32, 2, 0, 1, 8)):
+        y, parts = check_conv(*case)
+        for moments in (None, (parts, conv_tile(*case[:2]).pixels)):
+            check_norm(y, moments, training=True)
+        check_norm(y, None, training=False)
+    for spec in ("none", "crop(2)+flip", "flip+rotate(20)+crop(1)", "crop(2)+window(8)+rotate(30)"):
+        check_images(spec)
+    print("equal")
+
+
+if __name__ == "__main__":
+    main()

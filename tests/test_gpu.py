@@ -1,0 +1,56 @@
+"""On a GPU: every method's stacked rounds equal the sequential engine's, with cuDNN's kernels and with our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny
+from fednorm.engines.kernels.layers import use_kernels
+from fednorm.engines.rounds import Run
+from fednorm.registry import known_methods
+from fednorm.store import Store
+from test_stacked import gap
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+EXACT = {"engine__device": "cuda", "engine__precision": "fp32", "train__dtype": "float32"}
+
+
+def after_one_step(method: str, engine: str, kernels: bool) -> Run:
+    plan = tiny.plan(
+        method, engine__name=engine, data=tiny.federation((8, 8, 8)), rounds=1, train__local_steps=1, **EXACT
+    )
+    if kernels:
+        use_kernels(plan.prepared.model)
+    return tiny.play(plan)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["cudnn", "triton"])
+@pytest.mark.parametrize("method", known_methods())
+def test_a_step_of_a_stack_equals_the_reference(method: str, kernels: bool) -> None:
+    assert gap(after_one_step(method, "sequential", False), after_one_step(method, "stacked", kernels)) < 1e-5
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 2e-2), ("bf16", 1e-1)])
+def test_coarser_precisions_stay_near(precision: str, tolerance: float) -> None:
+    changes = {**EXACT, "data": tiny.federation((8, 8, 8)), "rounds": 2, "train__local_steps": 3, "train__lr": 0.01}
+    exact = tiny.play(tiny.plan("fedavg", engine__name="sequential", **changes))
+    coarse = tiny.play(tiny.plan("fedavg", engine__name="stacked", **{**changes, "engine__precision": precision}))
+    assert gap(exact, coarse) < tolerance
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedadam", "fixbn"])
+def test_an_interrupted_run_on_the_device_goes_on_to_the_same_bits(method: str) -> None:
+    changes = {**EXACT, "data": tiny.federation((8, 8, 8)), "rounds": 6, "train__local_steps": 2}
+    plan = tiny.plan(method, engine__name="stacked", **changes)
+    whole = tiny.play(plan)
+    store = Store()
+    first = Run(tiny.plan(method, engine__name="stacked", engine__checkpoint_every=2, **changes), store)
+    for _ in first.rounds():
+        if first.round >= 3:
+            break
+    first.stop()
+    second = Run(first.plan, store)
+    list(second.rounds())
+    for key, value in whole.server.items():
+        assert torch.equal(value, second.server[key]), key
