@@ -2,6 +2,5 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = (
-    [] if find_spec("triton") else ["src/fednorm/engines/kernels/conv.py", "src/fednorm/engines/kernels/norm.py"]
-)
+_KERNELS = [f"src/fednorm/engines/kernels/{name}.py" for name in ("conv", "images", "norm")]
+collect_ignore_glob = [] if find_spec("triton") else [*_KERNELS, "tests/kernel_checks.py"]

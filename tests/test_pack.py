@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import fednorm
 import tiny
 from fednorm.config import RunConfig, updated
 from fednorm.engines.exchange import Exchange
-from fednorm.engines.pack import same_program, take_seats
+from fednorm.engines.pack import same, same_program, take_seats
 from fednorm.engines.resident import LOG_ROWS, Resident
 from fednorm.engines.rounds import Row, Run, play_together
 from fednorm.errors import DivergedError, FednormError
@@ -27,7 +28,7 @@ from fednorm.store import Store
 from test_stacked import gap
 
 EQUAL = tiny.federation((8, 8, 8))
-EASY = {"engine__name": "stacked", "rounds": 4, "train__lr": 0.02}
+EASY = {"engine__name": "stacked", "rounds": 4, "train__lr": 0.02, "train__local_steps": 1}
 SEEDS = (0, 1, 2)
 
 
@@ -111,15 +112,22 @@ def test_seeds_share_a_stack(method: str) -> None:
     check([{"method": method, "seed": seed} for seed in SEEDS])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", ["fedavg", "fedbn"])
+def test_seeds_share_a_stack_on_a_gpu(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednorm.engines.seat.DEVICES", {"cuda"})
+    check([{"method": method, "seed": seed, "engine__device": "cuda"} for seed in SEEDS])
+
+
 NUMBERS = {
-    "mu": [{"method": f"fedprox(mu={mu})"} for mu in (0.01, 0.1, 1.0)],
+    "mu": [{"method": f"fedprox(mu={mu})", "train__local_steps": 2} for mu in (0.01, 0.1, 1.0)],
     "clipping": [{"method": f"fedwon(clip={clip})"} for clip in (0.01, 0.1)],
     "rate, decay and momentum": [
         {"train__lr": 0.02},
         {"train__lr": 0.05, "train__weight_decay": 0.0, "train__momentum": 0.5},
         {"train__lr": 0.05, "train__schedule": "cosine"},
     ],
-    "freezing round": [{"method": f"fixbn(at={at})+fedprox(mu={at})", "rounds": 4} for at in (0.25, 0.75, 0.75)],
+    "freezing round": [{"method": f"fixbn(at={at})", "seed": int(4 * at)} for at in (0.25, 0.75, 0.75)],
     "rounds and scores": [{"rounds": 3, "eval__every": 1}, {"rounds": 5, "eval__probes": ("drift",), "seed": 1}],
     "cohort": [{"clients_per_round": 2, "seed": seed, "method": "fedbn"} for seed in SEEDS],
     "augmentation": [{"train__augment": "crop(1)+flip", "seed": seed} for seed in SEEDS],
@@ -167,7 +175,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "option in a merge": {"method": "fedadam(lr=0.02)"},
     "surgery": {"method": "fedadam+gn"},
     "batch size": {"train__batch_size": 2},
-    "local steps": {"train__local_steps": 1},
+    "local steps": {"train__local_steps": 2},
     "optimizer": {"train__optimizer": "adam"},
     "no momentum": {"train__momentum": 0.0},
     "decay of vectors": {"train__decay_vectors": False},
@@ -198,12 +206,42 @@ def test_a_schedule_inside_the_model_ties_the_number_of_rounds() -> None:
     assert not same_program(made("brn", rounds=4), made("brn", rounds=8))
 
 
+def test_functions_are_the_same_with_the_same_code_and_values() -> None:
+    def countdown(step: int) -> Callable[[int], int]:
+        def count(left: int) -> int:
+            return count(left - step) if left > 0 else left
+
+        return count
+
+    assert same(countdown(1), countdown(1))
+    assert not same(countdown(1), countdown(2))
+    assert same(partial(countdown(1), 3), partial(countdown(1), 3))
+    assert not same(partial(countdown(1), 3), partial(countdown(1), 4))
+    assert same(EQUAL.inputs, EQUAL.inputs)
+    assert not same([torch.zeros(2)], [torch.ones(2)])
+
+
+def test_checkpoints_are_not_missed_by_rounds_settled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    committed: list[int] = []
+    whole = Store.commit
+
+    def commit(self: Store, round: int, *rest: Any) -> None:
+        committed.append(round)
+        whole(self, round, *rest)
+
+    monkeypatch.setattr(Store, "commit", commit)
+    monkeypatch.setattr("fednorm.engines.rounds.SETTLE_SECONDS", 1e9)
+    rows_of(seated([made(rounds=20, eval__every=7, engine__checkpoint_every=3)]))
+    assert committed == [0, 3, 6, 9, 12, 15, 18, 20]
+
+
 def test_a_run_that_diverges_leaves_the_others_alone() -> None:
     settings = [{"seed": 0}, {"seed": 1, "train__lr": 1e200}, {"seed": 2}]
     runs = seated([made(**each) for each in settings])
     news = list(play_together(runs))
-    (error,) = [each for run, each in news if run is runs[1]]
+    *fine, error = (each for run, each in news if run is runs[1])
     assert isinstance(error, DivergedError)
+    assert len(fine) < 4
     good = [runs[0], runs[2]]
     rows = {run: [row for who, row in news if who is run and isinstance(row, dict)] for run in good}
     assert_as_alone(good, rows, [settings[0], settings[2]])
@@ -231,7 +269,7 @@ def test_runs_that_do_not_fit_together_take_turns(monkeypatch: pytest.MonkeyPatc
         return whole(self)
 
     monkeypatch.setattr(Exchange, "play", scarce)
-    common = {"method": "fedadam", "train__local_steps": 1, "rounds": 30, "eval__every": 30, "train__lr": 0.001}
+    common = {"method": "fedadam", "rounds": 30, "eval__every": 30, "train__lr": 0.001}
     settings = [{**common, "seed": seed} for seed in SEEDS]
     runs = seated([made(**each) for each in settings])
     rows = rows_of(runs)

@@ -52,3 +52,29 @@ def test_stack_operators_and_their_fusion_change_nothing(method: str, steps: int
     assert stayed.seat is not None
     assert not stayed.seat.resident.refused
     assert gap(reference, stayed) < 1e-10
+
+
+def test_checkpoints_come_at_the_rounds_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rounds are settled in bursts."""
+    committed: list[int] = []
+    whole = Run._commit
+
+    def noted(self: Run) -> None:
+        committed.append(self.round)
+        whole(self)
+
+    monkeypatch.setattr(Run, "_commit", noted)
+    data = tiny.federation((8, 8, 8))
+    on_device("fedavg", data=data, rounds=20, eval__every=20, engine__checkpoint_every=7)
+    assert committed == [0, 7, 14, 20]
+
+
+def test_rounds_of_ever_new_shapes_make_no_programs_for_ever() -> None:
+    """One client a round, all of different sizes: the first shape gets a program, rare ones do not."""
+    data = tiny.federation((4, 8, 12, 16, 20))
+    changes = {"data": data, "rounds": 8, "clients_per_round": 1, "train__local_steps": None, "train__local_epochs": 1}
+    reference = tiny.play(tiny.plan("fedavg", engine__name="sequential", **changes))
+    stayed = on_device("fedavg", **changes)
+    assert stayed.seat is not None
+    assert 1 <= len(stayed.seat.resident._exchanges) <= 2
+    assert gap(reference, stayed) < 1e-10

@@ -49,22 +49,21 @@ def flaw(update: Update, schema: Schema) -> str | None:
 
 def flaws(updates: Sequence[Update], schema: Schema) -> list[str | None]:
     """The `flaw` of each update; one question to the device for many, where they are small and all is well."""
-    found = [_misfit(update, schema) for update in updates]
+    expected = {key: schema[key][0] for key in keys_with(schema, Policy.SHARED)}
+    found = [_misfit(update, expected) for update in updates]
     fitting = [update.shared for update, why in zip(updates, found, strict=True) if why is None]
-    size = sum(entry.size for entry, policy in schema.values() if policy is Policy.SHARED)
-    some = max(1, GROUP_SIZE // max(1, size))
-    if all(_all_healthy(fitting[start : start + some], schema) for start in range(0, len(fitting), some)):
+    some = max(1, GROUP_SIZE // max(1, sum(entry.size for entry in expected.values())))
+    if all(_all_healthy(fitting[start : start + some], expected) for start in range(0, len(fitting), some)):
         return found
-    return [why or _ailment(update.shared, schema) for update, why in zip(updates, found, strict=True)]
+    return [why or _ailment(update.shared, expected) for update, why in zip(updates, found, strict=True)]
 
 
-def _misfit(update: Update, schema: Schema) -> str | None:
+def _misfit(update: Update, expected: Mapping[str, Entry]) -> str | None:
     """What is wrong with an update before one looks at its values."""
-    expected = set(keys_with(schema, Policy.SHARED))
-    for key in sorted(expected ^ update.shared.keys()):
+    for key in sorted(expected.keys() ^ update.shared.keys()):
         return f"'{key}' is {'missing' if key in expected else 'not expected'}"
     for key, tensor in update.shared.items():
-        entry = schema[key][0]
+        entry = expected[key]
         if tensor.shape != entry.shape:
             return f"'{key}' has shape {tuple(tensor.shape)}, expected {entry.shape}"
         if tensor.dtype != entry.dtype:
@@ -74,14 +73,14 @@ def _misfit(update: Update, schema: Schema) -> str | None:
     return None
 
 
-def _all_healthy(trees: Sequence[Tree], schema: Schema) -> bool:
+def _all_healthy(trees: Sequence[Tree], entries: Mapping[str, Entry]) -> bool:
     """Whether all values surely can be used, by their sum, and the least of those that cannot be negative.
 
     A number that is not finite makes the sum so. The sum of good ones may overflow: then each tensor must be asked.
     """
-    keys = [key for key in keys_with(schema, Policy.SHARED) if schema[key][0].dtype.is_floating_point]
-    signed = [key for key in keys_with(schema, Policy.SHARED) if _must_not_be_negative(schema[key][0])]
-    floats = [tree[key].flatten() for tree in trees for key in keys]
+    real = [key for key, entry in entries.items() if entry.dtype.is_floating_point]
+    signed = [key for key, entry in entries.items() if _must_not_be_negative(entry)]
+    floats = [tree[key].flatten() for tree in trees for key in real]
     total = [torch.cat(floats).sum().to(torch.float32)] if floats else []
     positive = [tree[key].flatten().to(torch.float32) for tree in trees for key in signed]
     least = [torch.cat(positive).amin()] if positive else []
@@ -89,12 +88,12 @@ def _all_healthy(trees: Sequence[Tree], schema: Schema) -> bool:
     return all(map(math.isfinite, told)) and all(value >= 0 for value in told[len(total) :])
 
 
-def _ailment(tree: Tree, schema: Schema) -> str | None:
+def _ailment(tree: Tree, entries: Mapping[str, Entry]) -> str | None:
     """The first entry with values that cannot be used, and what they are."""
     for key, tensor in tree.items():
         if not bool(torch.isfinite(tensor).all()):
             return f"'{key}' is not finite"
-        if _must_not_be_negative(schema[key][0]) and not bool((tensor >= 0).all()):
+        if _must_not_be_negative(entries[key]) and not bool((tensor >= 0).all()):
             return f"'{key}' is negative"
     return None
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednorm.pieces import reductions
 from fednorm.pieces.merges import maximum, mean
 from fednorm.pieces.reductions import fold, weighted_sum
 from fednorm.pieces.weights import Report, Reports, by_size, loss_summary, normalised, uniform
@@ -86,6 +87,14 @@ def test_a_sum_in_two_parts_has_the_bits_of_one(values: list[float], data: st.Da
     cut = data.draw(st.integers(1, len(values) - 1))
     first = fold(stack[:cut], weights[:cut])
     assert torch.equal(fold(stack[cut:], weights[cut:], onto=first), weighted_sum(stack, weights))
+
+
+@pytest.mark.parametrize("at_a_time", [1, 14, 21])
+def test_how_many_clients_are_widened_at_a_time_changes_no_bit(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
+    stack, weights = torch.linspace(-1, 1, 35).reshape(5, 7) ** 3, normalised(shares([3.0, 1.0, 4.0, 1.0, 5.0]))
+    at_once = fold(stack, weights)
+    monkeypatch.setattr(reductions, "WIDE_NUMBERS", at_a_time)
+    assert torch.equal(fold(stack, weights), at_once)
 
 
 def test_weighted_sums_leave_their_inputs_alone() -> None:

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from fednorm import server
 from fednorm.errors import ConfigError
 from fednorm.method import Phase
 from fednorm.pieces.weights import Report
 from fednorm.prepared import prepare
 from fednorm.registry import parse
-from fednorm.server import Update, flaw, keys_with, merge_updates
+from fednorm.server import Update, flaw, flaws, keys_with, merge_updates
 from fednorm.state import Kind, Policy, Tree, digest, model_state
 
 NET = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -47,6 +48,19 @@ def test_a_good_update_has_no_flaw() -> None:
 )
 def test_flaws_name_the_tensor(changes: dict[str, torch.Tensor], message: str) -> None:
     assert flaw(an_update(**changes), SCHEMA) == message
+
+
+def test_among_many_updates_the_bad_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = an_update(1, _0__bias=torch.tensor([0.0, torch.nan, 0.0]))
+    misfit = an_update(3, _2__weight=torch.zeros(1))
+    expected = [None, "'0.bias' is not finite", None, "'2.weight' is not expected"]
+    for at_a_time in (server.GROUP_SIZE, 1):
+        monkeypatch.setattr(server, "GROUP_SIZE", at_a_time)
+        assert flaws([an_update(0), bad, an_update(2), misfit], SCHEMA) == expected
+
+
+def test_large_numbers_are_no_flaw_though_their_sum_overflows() -> None:
+    assert flaw(an_update(_0__bias=torch.full((3,), 3e38)), SCHEMA) is None
 
 
 def test_a_missing_tensor_is_named() -> None:

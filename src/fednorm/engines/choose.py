@@ -1,9 +1,9 @@
 """Which engine plays a run: the one that was named, or for `auto` the fastest on this machine.
 
 A choice must not change what a run means. The sequential engine and the workers run the same code, to the bit on one
-thread, which is what `auto` uses on a CPU, so the faster of the two is taken. The stacked engine agrees up to rounding
-only: it is taken on a GPU, where it always wins, and on a CPU where it is faster by a clear margin, which many clients
-of a tiny model make possible. A run that goes on keeps the engine it was begun with.
+thread, which is what `auto` uses on a CPU, so the faster of the two is taken, in case of doubt workers. The stacked
+engine agrees up to rounding only: it is taken on a GPU, where it always wins, and on a CPU where it is faster by a
+clear margin, which many clients of a tiny model make possible. A run that goes on keeps the engine it was begun with.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ MIN_STEPS = 50
 MIN_SECONDS = 20.0
 """A run as short does not repay the start of processes and a measurement."""
 TIMED_STEPS = 3
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.5
 """How long to look at an engine, at least; two looks are taken in any case."""
 MARGIN = 1.25
 """How many times faster the stack must be on a CPU to be worth other roundings."""
+DOUBT = 1.25
+"""How many times slower workers may look and still be taken: cores that others use just now hide what they can do."""
 STACK_STEPS = 200
 """Runs in which a client takes fewer steps do not repay the seven that timing the stack takes of every client."""
 STACK_BYTES = 2**30
@@ -121,18 +123,23 @@ def _fastest(plan: Plan, candidates: dict[str, Engine], steps: int) -> tuple[str
 
 
 def pick(times: dict[str, float]) -> str:
-    """The fastest engine; the stack only where it is faster by the margin.
+    """The fastest engine; the stack only where it is faster by the margin, workers in case of doubt.
 
     >>> pick({"sequential": 1.0, "workers": 0.6, "stacked": 0.5}), pick({"sequential": 1.0, "stacked": 0.5})
     ('workers', 'stacked')
+    >>> pick({"sequential": 1.0, "workers": 1.1, "stacked": 0.9}), pick({"sequential": 1.0, "workers": 1.5})
+    ('workers', 'sequential')
     """
-    return min(times, key=lambda name: times[name] * (MARGIN if name == "stacked" else 1.0))
+    exact = {name: seconds for name, seconds in times.items() if name != "stacked"}
+    if times.get("stacked", math.inf) * MARGIN < min(exact.values()):
+        return "stacked"
+    return min(exact, key=lambda name: exact[name] / (DOUBT if name == "workers" else 1.0))
 
 
 def _fell_back(engine: Engine) -> bool:
     """Whether an engine had to leave the work to the sequential one."""
     if isinstance(engine, StackedEngine):
-        return engine._sequential is not None
+        return engine.fell_back
     return isinstance(engine, WorkersEngine) and engine.refused
 
 

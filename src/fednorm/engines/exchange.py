@@ -175,14 +175,15 @@ class Exchange:
 
     def _start_flats(self, state: Tree) -> dict[str, Flats]:
         """What the clients start from: the server's entries, their own, or fresh ones, as the policies say."""
-        server, initial = (self._of_runs(prefix, state) for prefix in ("server", "initial"))
-        local = self._layouts["local"].unpack_as_laid(
-            {name: flat.index_select(0, state["places"]) for name, flat in unnamed("local", state).items()}
-        )
+        used = {self._source(key) for key in self.schema}
+        sources = {
+            0: self._of_runs("server", state) if 0 in used else {},
+            1: self._of_clients(state) if 1 in used else {},
+            2: self._of_runs("initial", state) if 2 in used else {},
+        }
 
         def row(key: str) -> Tensor:
-            source = (server, local, initial)[self._source(key)]
-            return source[key].reshape(len(source[key]), -1)
+            return sources[self._source(key)][key]
 
         def join(keys: list[str]) -> Tensor:
             groups = [[key for key in keys if self._source(key) == source] for source in range(4)]
@@ -203,7 +204,12 @@ class Exchange:
     def _of_runs(self, prefix: str, state: Tree) -> Tree:
         """The server's entries, or their initial values, of the runs that take part."""
         flats = {name: flat.index_select(0, state["runs"]) for name, flat in unnamed(prefix, state).items()}
-        return self._layouts["server"].unpack_as_laid(flats)
+        return self._layouts["server"].rows(flats)
+
+    def _of_clients(self, state: Tree) -> Tree:
+        """What the clients that take part keep of their own."""
+        flats = {name: flat.index_select(0, state["places"]) for name, flat in unnamed("local", state).items()}
+        return self._layouts["local"].rows(flats)
 
     def _for_each_client(self, rows: Tensor) -> Tensor:
         """Rows of runs as rows of their clients; rows of clients as they are."""
@@ -224,7 +230,8 @@ class Exchange:
         params, rest, buffers = (self._stacks[part].unpack(unnamed(part, state)) for part in _PARTS)
         # Layers move their statistics in place, here in copies that tracing takes out again.
         rest = {key: value.clone() for key, value in rest.items()}
-        anchor = self._stacks["params"].unpack(self._start_flats(state)["params"])
+        # What the server sent is asked for by penalty terms alone.
+        anchor = self._stacks["params"].unpack(self._start_flats(state)["params"]) if self.phase.rule.losses else params
         dtype = next(iter(params.values())).dtype
         numbers = {name: row.to(dtype) for name, row in zip(self.numbers, state["numbers"], strict=True)}
         out = self._mapped_step()(params, rest, buffers, anchor, x, y, keys, numbers)
@@ -246,7 +253,7 @@ class Exchange:
 
     def _merge(self, state: Tree) -> tuple[Tree, Rows]:
         flats = {part: unnamed(part, state) for part in _PARTS}
-        end = {key: v for part in _PARTS for key, v in self._stacks[part].unpack_as_laid(flats[part]).items()}
+        end = {key: v for part in _PARTS for key, v in self._stacks[part].rows(flats[part]).items()}
         losses = self._loss_summary(state)
         scalars = self._measured(state, flats)
         each = (losses, scalars, {key: end[key] for key in keys_with(self.schema, Policy.SHARED)})
@@ -260,7 +267,7 @@ class Exchange:
 
         merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
         report = torch.stack([*losses.values(), *scalars.values(), self._healthy(flats)])
-        changed = {**named("server", self._layouts["server"].pack_as_laid(merged)), **named("memory", remembered)}
+        changed = {**named("server", self._layouts["server"].join_rows(merged)), **named("memory", remembered)}
         rows: Rows = {key: (state["runs"], value) for key, value in changed.items()}
         rows["log"] = state["slot"], report.unsqueeze(0)
         return {"slot": (state["slot"] + 1) % self.log_rows}, {**rows, **self._kept_rows(state, end)}
@@ -292,7 +299,6 @@ class Exchange:
         held = unnamed("local", state)
         if not held or not self.keep:
             return {}
-        mine = self._layouts["local"].unpack_as_laid({n: f.index_select(0, state["places"]) for n, f in held.items()})
         kept = {key: end[key] for key in keys_with(self.schema, Policy.LOCAL)}
-        flats = self._layouts["local"].pack_as_laid({**mine, **kept})
+        flats = self._layouts["local"].join_rows({**self._of_clients(state), **kept})
         return {f"local:{name}": (state["places"], flat) for name, flat in flats.items()}

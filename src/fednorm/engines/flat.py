@@ -37,31 +37,29 @@ class Layout:
 
     def unpack(self, flats: Flats) -> Tree:
         """The tree as views of the matrices."""
-        return {key: self._as_known(value) for key, value in self.unpack_as_laid(flats).items()}
+        return {key: self._as_known(key, row) for key, row in self.rows(flats).items()}
 
-    def unpack_as_laid(self, flats: Flats) -> Tree:
-        """The tree as contiguous views: filters in the order they lie in, which is all the same to work by element."""
+    def rows(self, flats: Flats) -> Tree:
+        """The entries as they lie, a row of numbers each, which is all the same to work by element."""
         tree: Tree = {}
         for name, keys in self.keys.items():
             parts = flats[name].split([prod(self.shapes[key]) for key in keys], 1)
-            for key, part in zip(keys, parts, strict=True):
-                tree[key] = part.unflatten(1, self._laid(key)) if self.shapes[key] else part[:, 0]
+            tree |= dict(zip(keys, parts, strict=True))
         return tree
 
-    def pack_as_laid(self, tree: Tree) -> Flats:
-        """The matrices of a tree as `unpack_as_laid` gives it."""
-        rows = {key: value.reshape(len(value), -1) for key, value in tree.items()}
+    def join_rows(self, tree: Tree) -> Flats:
+        """The matrices of entries as `rows` gives them, in any shape."""
+        rows = {key: value if value.dim() == 2 else value.reshape(len(value), -1) for key, value in tree.items()}
         return {name: torch.cat([rows[key] for key in keys], 1) for name, keys in self.keys.items()}
 
     def _turned(self, shape: Sequence[int]) -> bool:
         return self.channels_last and len(shape) == 4
 
-    def _laid(self, key: str) -> tuple[int, ...]:
+    def _as_known(self, key: str, row: Tensor) -> Tensor:
         shape = self.shapes[key]
-        return (shape[0], *shape[2:], shape[1]) if self._turned(shape) else shape
-
-    def _as_known(self, laid: Tensor) -> Tensor:
-        return laid.permute(0, 1, 4, 2, 3) if self._turned(laid.shape[1:]) else laid
+        if self._turned(shape):
+            return row.view(len(row), shape[0], *shape[2:], shape[1]).permute(0, 1, 4, 2, 3)
+        return row if len(shape) == 1 else row.view(len(row), *shape)
 
     def _row(self, value: Tensor) -> Tensor:
         turned = value.permute(0, 1, 3, 4, 2) if self._turned(value.shape[1:]) else value

@@ -165,7 +165,10 @@ _STATE = {"_parameters", "_buffers", "_modules"}
 
 
 def _module_settings(module: nn.Module) -> dict[str, Any]:
-    """All that a module knows beside its state and its children; hooks without the numbers they were given."""
+    """All that a module knows beside its state and its children; hooks without the numbers they were given.
+
+    Our own notes on a model name the parts that changed it, with options that may be numbers of a rule.
+    """
     return {
         name: list(value.values()) if isinstance(value, OrderedDict) else value
         for name, value in vars(module).items()

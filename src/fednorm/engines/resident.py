@@ -5,6 +5,7 @@ Several runs of the same program share the client axis: client j of run r is row
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,8 @@ DEVICES = {"cuda"}
 """Where rounds stay on the device; elsewhere there is little to gain."""
 LOG_ROWS = 64
 """Exchanges whose reports may wait on the device."""
+_OFTEN, _MOST_SHAPES = 3, 8
+"""A shape of work other than a phase's first gets a program after so many times, and only the first few shapes do."""
 _AHEAD = 64
 """Steps whose batches are drawn at once."""
 MOST_LOCAL_BYTES = 8 << 30
@@ -144,6 +147,7 @@ class Resident:
         self._waiting: WeakValueDictionary[tuple[Exchange, int, int], LateReports] = WeakValueDictionary()
         """reports by their place in an exchange's log, as long as somebody may look at them"""
         self._remembered = [frozenset[str]() for _ in plans]
+        self._asked: Counter[tuple[Any, ...]] = Counter()
         self._upcoming = [Upcoming(plan) for plan in plans]
         self._state = named("server", self._layouts["server"].pack(_stacked(servers)))
         self._state |= named("initial", {name: flat.clone() for name, flat in unnamed("server", self._state).items()})
@@ -204,6 +208,16 @@ class Resident:
         for key, value in self._layouts["local"].unpack(flats).items():
             if key in tree:
                 value[0].copy_(tree[key])
+
+    def pays(self, work: tuple[Any, ...]) -> bool:
+        """Whether work of this shape is worth a program, which takes seconds to make.
+
+        The first shape of a phase is; others must have come some times. So runs whose every round has another shape,
+        such as one client a round with clients of all sizes, do not make programs for ever.
+        """
+        self._asked[work] += 1
+        shapes = [shape for shape in self._asked if shape[0] == work[0]]
+        return shapes[0] == work or (self._asked[work] > _OFTEN and shapes.index(work) < _MOST_SHAPES)
 
     def exchange(self, tasks: Mapping[int, Task], steps: int) -> dict[int, LateReports]:
         """One exchange of some runs, whose tasks are alike: phase, number of clients, size of their batches."""

@@ -59,15 +59,10 @@ class Seat:
         if steps is None or task.place in self.resident.refused:
             return None
         size = self.plan.batches.stream(task.clients[0]).size(task.firsts[0])
-        return (
-            id(self.resident),
-            task.place,
-            len(task.clients),
-            steps,
-            size,
-            self.resident.remembers(self.run),
-            task.keep,
-        )
+        work = task.place, len(task.clients), steps, size, task.keep
+        if not self.resident.pays(work):
+            return None
+        return id(self.resident), work, self.resident.remembers(self.run)
 
     def equal_work(self, task: Task) -> int | None:
         """The number of steps, where all clients take equally many, on batches of one size, and need no company."""

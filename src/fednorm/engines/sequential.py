@@ -83,13 +83,17 @@ class SequentialEngine:
         return self._finish(phase, step, [self._begin(phase, job) for job in jobs], numbers)
 
     def _begin(self, phase: Phase, job: Job) -> Training:
-        own = {key: value.clone(memory_format=self._layout(phase, value)) for key, value in job.start.items()}
+        layout = self._layout(phase)
+        own = {
+            key: value.clone(memory_format=layout) if value.dim() == 4 else value.clone()
+            for key, value in job.start.items()
+        }
         trees = to_trees(self.plan, phase, own)
         return Training(job, trees.params, trees.rest, trees.buffers, dict(trees.params))
 
-    def _layout(self, phase: Phase, tensor: Tensor) -> torch.memory_format:
-        wanted = self._channels_last and tensor.dim() == 4 and not phase.lockstep
-        return torch.channels_last if wanted else torch.contiguous_format
+    def _layout(self, phase: Phase) -> torch.memory_format:
+        """How images and filters lie."""
+        return torch.channels_last if self._channels_last and not phase.lockstep else torch.contiguous_format
 
     def _step_together(
         self, phase: Phase, cohort: Sequence[Training], numbers: dict[str, float], probing: bool
@@ -114,11 +118,9 @@ class SequentialEngine:
             for client in cohort:
                 client.buffers = {key: torch.zeros_like(value) for key, value in client.buffers.items()}
 
-    def _finish(
-        self, phase: Phase, step: Step, cohort: Sequence[Training], numbers: dict[str, float]
-    ) -> list[Outcome]:
+    def _finish(self, phase: Phase, step: Step, cohort: Sequence[Training], numbers: dict[str, float]) -> list[Outcome]:
         """Train each client to its end."""
-        plan, seed = self.plan, self.plan.config.seed
+        plan, seed, layout = self.plan, self.plan.config.seed, self._layout(phase)
         seeds = [rng.as_seed(rng.key(seed, "torch", each.job.client, each.job.first_batch)) for each in cohort]
         places = [[plan.batches.place(each.job.client, k) for k in each.left] for each in cohort]
         # Layers of other libraries may draw from torch's own generator; keyed per client, so that a resumed run and
@@ -130,7 +132,7 @@ class SequentialEngine:
                 set_seed(own_seed)
                 for rows, key in batches:
                     x, y = plan.batches.take(rows, key)
-                    x = x.contiguous(memory_format=self._layout(phase, x))
+                    x = x.contiguous(memory_format=layout) if x.dim() == 4 else x
                     client.take(step(client.params, client.rest, client.buffers, client.anchor, x, y, key, numbers))
         return [self._outcome(phase, client) for client in cohort]
 

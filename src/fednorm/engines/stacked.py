@@ -37,6 +37,11 @@ class StackedEngine:
             narrow = torch.bfloat16 if plan.config.engine.precision == "bf16" else None
             use_kernels(plan.prepared.model, narrow)
 
+    @property
+    def fell_back(self) -> bool:
+        """Whether the model could not be mapped over clients, so that they train one after the other."""
+        return self._sequential is not None
+
     def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
         if self._sequential:
             yield from self._sequential.train(phase, round, jobs, probing)

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-
 WIDE_NUMBERS = 1 << 20
 """Numbers of a stack that are turned into float64 at a time: a bound on memory."""
 
