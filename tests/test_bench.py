@@ -230,7 +230,12 @@ TINY = LongRun(
     rounds=6,
     on_cpu=6,
     precision="fp32",
-    settings={"model": "mlp_bn(width=8)", "train.local_steps": 1, "train.batch_size": 4, "eval.every": long_runs.NEVER},
+    settings={
+        "model": "mlp_bn(width=8)",
+        "train.local_steps": 1,
+        "train.batch_size": 4,
+        "eval.every": long_runs.FOREVER,
+    },
     data=lambda folder: random_images(2, 8),
 )
 

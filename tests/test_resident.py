@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import tiny
 from fednorm.engines.kernels.layers import use_kernels
 from fednorm.engines.rounds import Run
 from fednorm.registry import known_methods
 from fednorm.store import Store
-from test_stacked import PAIRS, gap
+from test_stacked import PAIRS, assert_same_clients, gap
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +30,7 @@ def test_rounds_on_the_device_equal_the_reference_after_fifty_steps(method: str)
     reference = tiny.play(tiny.plan(method, engine__name="sequential", eval__every=10, **changes))
     stayed = on_device(method, eval__every=10, **changes)
     assert gap(reference, stayed) < 1e-10
-    for client in reference.store.seen():
-        mine, theirs = reference.store.get(client), stayed.store.get(client)
-        assert mine.steps == theirs.steps
-        assert mine.tree.keys() == theirs.tree.keys()
-        for key, value in mine.tree.items():
-            assert torch.allclose(value, theirs.tree[key], rtol=1e-8, atol=1e-10), (client, key)
+    assert_same_clients(reference, stayed)
 
 
 @pytest.mark.parametrize("steps", [1, 3], ids=["one program a round", "three programs a round"])

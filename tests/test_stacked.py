@@ -24,6 +24,16 @@ def gap(left: Run, right: Run) -> float:
     return worst
 
 
+def assert_same_clients(left: Run, right: Run) -> None:
+    """Every client has used as many batches in both, and keeps the same."""
+    for client in left.store.seen():
+        mine, theirs = left.store.get(client), right.store.get(client)
+        assert mine.steps == theirs.steps
+        assert mine.tree.keys() == theirs.tree.keys()
+        for key, value in mine.tree.items():
+            assert torch.allclose(value, theirs.tree[key], rtol=1e-8, atol=1e-10), (client, key)
+
+
 def both(method: str, **changes: object) -> tuple[Run, Run]:
     runs = [tiny.play(tiny.plan(method, engine__name=name, **changes)) for name in ("sequential", "stacked")]
     return runs[0], runs[1]
@@ -34,12 +44,7 @@ def test_stacked_equals_sequential_after_fifty_steps(method: str) -> None:
     equal = tiny.federation((8, 8, 8))  # lock-step methods need equal batches
     reference, stacked = both(method, data=equal, rounds=10, train__local_steps=5, train__lr=0.02, eval__every=10)
     assert gap(reference, stacked) < 1e-10
-    for client in reference.store.seen():
-        mine, theirs = reference.store.get(client), stacked.store.get(client)
-        assert mine.steps == theirs.steps
-        assert mine.tree.keys() == theirs.tree.keys()
-        for key, value in mine.tree.items():
-            assert torch.allclose(value, theirs.tree[key], rtol=1e-8, atol=1e-10), (client, key)
+    assert_same_clients(reference, stacked)
 
 
 def test_float32_agrees_after_one_step() -> None:

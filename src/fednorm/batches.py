@@ -14,7 +14,7 @@ from fednorm import rng
 from fednorm.data.augment import Augmentation, apply, draws
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.federation import Federation
-from fednorm.data.streams import Stream
+from fednorm.data.streams import Stream, epoch_order
 
 UNION = -1
 """The id of the one client of a centralized run, which owns everybody's data."""
@@ -137,9 +137,8 @@ class Batches:
                 wanting.setdefault(stream.count, []).append((client, epoch))
         for count, some in wanting.items():
             who, epochs = torch.tensor(some).T
-            orders = rng.permutations(rng.key(self.seed, "batch", who, epochs), count)
-            for (client, epoch), order in zip(some, orders, strict=True):
-                self.stream(client).prime(epoch, order.to(self.stream(client).rows.device))
+            for (client, epoch), order in zip(some, epoch_order(self.seed, who, count, epochs), strict=True):
+                self.stream(client).prime(epoch, order)
 
     @cached_property
     def _chain(self) -> Augmentation:

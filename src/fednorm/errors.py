@@ -49,6 +49,11 @@ class LockedError(FednormError):
     exit_code = 6
 
 
+def first_line(error: Exception) -> str:
+    """What another library's error says, without the pages that may follow."""
+    return str(error).strip().splitlines()[0]
+
+
 def unknown(what: str, name: object, options: Iterable[str], listing: str = "") -> ConfigError:
     """An error for a name that is not in a list, with the nearest name that is.
 

@@ -8,6 +8,7 @@ tensors, whose wrap-around arithmetic is the same on every device.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -73,12 +74,10 @@ def key(*words: int | str | Tensor) -> Tensor:
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Independent 64-bit words, one for each position of `shape`."""
-    count = 1
-    for size in shape:
-        count *= size
-    counter = torch.arange(1, count + 1, dtype=torch.int64, device=key.device) * _GOLDEN
-    return _scramble(_scramble(counter + key) ^ key).reshape(tuple(shape))
+    """Independent 64-bit words, one for each position of `shape`; of several keys, each has its own such words."""
+    counter = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device=key.device) * _GOLDEN
+    own = key.unsqueeze(-1)
+    return _scramble(_scramble(counter + own) ^ own).reshape((*key.shape, *shape))
 
 
 def uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
@@ -92,23 +91,14 @@ def integers(key: Tensor, high: int, shape: Sequence[int]) -> Tensor:
 
 
 def permutation(key: Tensor, count: int) -> Tensor:
-    """A random order of 0..count-1.
+    """A random order of 0..count-1, for each of several keys its own.
 
     >>> sorted(permutation(key(7), 5).tolist())
     [0, 1, 2, 3, 4]
-    """
-    return torch.argsort(bits(key, (count,)), stable=True)
-
-
-def permutations(keys: Tensor, count: int) -> Tensor:
-    """Random orders of 0..count-1, (keys, count): the `permutation` of each key.
-
-    >>> torch.equal(permutations(key(7, torch.arange(2)), 5)[1], permutation(key(7, 1), 5))
+    >>> torch.equal(permutation(key(7, torch.arange(2)), 5)[1], permutation(key(7, 1), 5))
     True
     """
-    counter = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device) * _GOLDEN
-    own = keys.unsqueeze(1)
-    return torch.argsort(_scramble(_scramble(counter + own) ^ own), dim=1, stable=True)
+    return torch.argsort(bits(key, (count,)), dim=-1, stable=True)
 
 
 def subset(key: Tensor, count: int, size: int) -> list[int]:

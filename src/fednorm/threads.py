@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from fednorm.plan import Plan
 
 
-@contextmanager
-def threads_of(plan: Plan) -> Iterator[None]:
+def threads_of(plan: Plan) -> AbstractContextManager[None]:
     """As many threads as the config says; one under `auto`, where the choice of engine must not change a bit."""
-    config, before = plan.config.engine, torch.get_num_threads()
-    automatic = 1 if config.name == "auto" and plan.device.type == "cpu" else before
-    torch.set_num_threads(config.threads or automatic)
+    config = plan.config.engine
+    automatic = 1 if config.name == "auto" and plan.device.type == "cpu" else torch.get_num_threads()
+    return threads(config.threads or automatic)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for torch, given back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:

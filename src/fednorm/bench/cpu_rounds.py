@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fednorm.bench.timing import threads
+from fednorm.bench.timing import FOREVER
 from fednorm.client import training_mode
 from fednorm.config import RunConfig, updated
 from fednorm.data.federation import Federation, from_clients
@@ -23,10 +23,9 @@ from fednorm.engines.base import start_state, step_spec, to_trees
 from fednorm.engines.rounds import Run
 from fednorm.plan import Plan, make_plan
 from fednorm.store import Store
+from fednorm.threads import threads
 
 CLIENTS, BATCH, EXAMPLES, LR = 10, 20, 200, 0.02
-FOREVER = 1_000_000
-"""Rounds, and rounds between two checkpoints or scorings: more than are ever played."""
 
 Round = Callable[[], object]
 

@@ -11,16 +11,15 @@ from fednorm.bench.options import PRECISIONS, Options
 from fednorm.bench.plain_steps import FORMS, backends, centralized, client_loop
 from fednorm.bench.pools import random_images
 from fednorm.bench.report import Progress, Section, measured
-from fednorm.bench.timing import Play, Race, course_of, repeated
+from fednorm.bench.timing import FOREVER, Play, Race, course_of, repeated
 from fednorm.config import RunConfig, updated
 from fednorm.data.federation import Federation
 from fednorm.engines.rounds import Run
+from fednorm.errors import first_line
 from fednorm.plan import make_plan
 from fednorm.store import Store
 
 BATCH, IMAGES = 20, 1000
-FOREVER = 1_000_000_000
-"""Rounds, and rounds between two checkpoints or scorings: more than are ever played."""
 EVERY_STEP = "stacked bf16, merged after every step"
 
 
@@ -81,7 +80,7 @@ def variants(clients: int, options: Options, notes: dict[str, str], progress: Pr
         try:
             found[f"central {form}"] = repeated(centralized(model, clients * BATCH, form, device), device)
         except RuntimeError as error:  # a machine without a C compiler, say
-            progress.line(f"central {form} left out: {str(error).strip().splitlines()[0]}")
+            progress.line(f"central {form} left out: {first_line(error)}")
         if form == "compiled":
             notes["central compiled"] = f"compiled in {time.perf_counter() - started:.1f} s"
     return found

@@ -15,15 +15,13 @@ from fednorm.bench.options import Options
 from fednorm.bench.plain_steps import backends
 from fednorm.bench.pools import cifar10
 from fednorm.bench.report import Measured, Progress, Section
-from fednorm.bench.timing import steady_seconds, synchronize
+from fednorm.bench.timing import FOREVER, steady_seconds, synchronize
 from fednorm.config import RunConfig, updated
 from fednorm.data.federation import Federation
 from fednorm.engines.rounds import Run
 from fednorm.plan import make_plan
 from fednorm.store import Store
 from fednorm.threads import threads_of
-
-NEVER = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ EVERY_STEP = LongRun(
         "train.weight_decay": 1e-4,
         "train.schedule": "step",
         "train.augment": "crop(2)+flip",
-        "eval.every": NEVER,
+        "eval.every": FOREVER,
     },
     data=lambda folder: cifar10(5, folder),
 )
@@ -93,7 +91,7 @@ def measure(workload: LongRun, options: Options, found: Section, progress: Progr
     played = options.rounds or (workload.rounds if device.type == "cuda" else workload.on_cpu)
     precision = found.settings["precision"]
     settings = {**workload.settings, "rounds": played, "engine.device": str(device), "engine.precision": precision}
-    config = updated(RunConfig(), {**settings, "engine.checkpoint_every": NEVER})
+    config = updated(RunConfig(), {**settings, "engine.checkpoint_every": FOREVER})
     federation = workload.data(options.data_dir)
     found.settings |= {"rounds played": played, "data": federation.name}
     progress.workload(f"{workload.name}: {workload.title}; {played} rounds, {precision}, {federation.name}")
@@ -138,7 +136,7 @@ def _measurements(
 
 def _seconds_a_round(workload: LongRun, started: float, moments: list[float]) -> float:
     """Of the rounds played; the last one's score counts only where scoring is part of the rounds."""
-    scored = workload.settings["eval.every"] < NEVER
+    scored = workload.settings["eval.every"] < FOREVER
     usual = moments if scored or len(moments) < 3 else moments[:-1]
     mean = (usual[-1] - usual[0]) / max(1, len(usual) - 1)
     return mean if scored else steady_seconds(started, usual) or mean

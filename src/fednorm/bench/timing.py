@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 
 QUIET = 0.05
 """A timing counts if other programs took less than this share of the cores meanwhile."""
+FOREVER = 1_000_000_000
+"""Rounds, and rounds between two checkpoints or scorings: more than are ever played."""
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 Play = Callable[[float], float]
@@ -181,14 +182,3 @@ def steady_seconds(started: float, at: Sequence[float]) -> float | None:
     if len(firsts) < 3:
         return None
     return (at[firsts[-2]] - at[firsts[0]]) / (firsts[-1] - firsts[1])
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads for torch, given back afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

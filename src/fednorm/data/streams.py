@@ -29,8 +29,8 @@ def batches_per_epoch(num_examples: int, batch_size: int) -> int:
     return full + (rest > 1 or full == 0)
 
 
-def epoch_order(seed: int, client: int, num_examples: int, epoch: int) -> Tensor:
-    """The order of a client's examples in one of its epochs, on the CPU."""
+def epoch_order(seed: int, client: int | Tensor, num_examples: int, epoch: int | Tensor) -> Tensor:
+    """The order of a client's examples in one of its epochs, on the CPU; of clients of one size, a row each."""
     return rng.permutation(rng.key(seed, "batch", client, epoch), num_examples)
 
 
@@ -89,7 +89,7 @@ class Stream:
 
     def prime(self, epoch: int, order: Tensor) -> None:
         """Take over an epoch's order, which somebody drew for many clients at once."""
-        self._shuffled, self._epoch = self.rows[order], epoch
+        self._shuffled, self._epoch = self.rows[order.to(self.rows.device)], epoch
 
     def lacks(self, k: int) -> int | None:
         """The epoch of batch number k, where its order is not at hand."""
@@ -98,7 +98,5 @@ class Stream:
 
     def _epoch_rows(self, epoch: int) -> Tensor:
         if epoch != self._epoch:
-            order = epoch_order(self.seed, self.client, self.count, epoch)
-            self._shuffled = self.rows[order.to(self.rows.device)]
-            self._epoch = epoch
+            self.prime(epoch, epoch_order(self.seed, self.client, self.count, epoch))
         return self._shuffled

@@ -15,8 +15,8 @@ from fednorm.method import Phase
 from fednorm.pieces.weights import Report, loss_summary
 from fednorm.plan import Plan
 from fednorm.prepared import lr_factors
-from fednorm.server import Schema, Update, keys_with
-from fednorm.state import Kind, Policy, Tree
+from fednorm.server import DOWN, Schema, Update, keys_with
+from fednorm.state import Entry, Kind, Policy, Tree
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def start_view(plan: Plan, schema: Schema, server: Tree, mine: Tree) -> Tree:
     """`start_state` without copies, for those who change no tensor in place."""
     state: Tree = {}
     for key, (entry, policy) in schema.items():
-        if policy in (Policy.SHARED, Policy.FROZEN):
+        if policy in DOWN:
             source = server.get(key)
         elif policy is Policy.LOCAL:
             source = mine.get(key, plan.prepared.initial.get(key))
@@ -100,12 +100,20 @@ def to_trees(plan: Plan, phase: Phase, state: Tree) -> Trees:
 
     It must be a copy made for the training: layers move their running statistics in place.
     """
+    trees = Trees({}, {}, {})
+    for key, part in parts_of(plan, phase).items():
+        getattr(trees, part)[key] = state[key]
+    return trees
+
+
+def parts_of(plan: Plan, phase: Phase) -> dict[str, str]:
+    """Which of the `Trees` each entry of a phase belongs to."""
     trained = {entry.key for entry in plan.prepared.trained(phase)}
-    kinds = {key: entry.kind for key, (entry, _) in plan.schema(phase).items()}
-    params = {key: value for key, value in state.items() if key in trained}
-    buffers = {key: value for key, value in state.items() if kinds[key] is Kind.OPTIMIZER}
-    rest = {key: value for key, value in state.items() if key not in trained and key not in buffers}
-    return Trees(params, rest, buffers)
+
+    def part(entry: Entry) -> str:
+        return "params" if entry.key in trained else "buffers" if entry.kind is Kind.OPTIMIZER else "rest"
+
+    return {key: part(entry) for key, (entry, _) in plan.schema(phase).items()}
 
 
 def outcome(plan: Plan, phase: Phase, job: Job, end: Tree, losses: Sequence[float], seen: Tree) -> Outcome:
@@ -129,10 +137,14 @@ def outcome(plan: Plan, phase: Phase, job: Job, end: Tree, losses: Sequence[floa
     )
 
 
+def mapped_spec(plan: Plan, phase: Phase, probing: bool) -> StepSpec:
+    """`step_spec` for a step that will be mapped over clients."""
+    return replace(step_spec(plan, phase, probing), differentiate=lambda f: grad_and_value(f, has_aux=True))
+
+
 def mapped_step(plan: Plan, phase: Phase, probing: bool) -> Step:
     """The phase's step over a stack of clients: every tensor has a leading client axis, numbers are common."""
-    spec = replace(step_spec(plan, phase, probing), differentiate=lambda f: grad_and_value(f, has_aux=True))
-    return torch.vmap(phase.step(spec), in_dims=(0, 0, 0, 0, 0, 0, 0, None))
+    return torch.vmap(phase.step(mapped_spec(plan, phase, probing)), in_dims=(0, 0, 0, 0, 0, 0, 0, None))
 
 
 def stack_trees(trees: Sequence[Tree]) -> Tree:

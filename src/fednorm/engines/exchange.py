@@ -10,11 +10,10 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
 
 from fednorm.batches import Batches
 from fednorm.client import Step, training_mode
-from fednorm.engines.base import step_spec
+from fednorm.engines.base import mapped_spec, parts_of
 from fednorm.engines.flat import ALIGNMENT, Flats, Layout, aligned
 from fednorm.engines.pool import Pool
 from fednorm.engines.program import Program, Rows
@@ -22,15 +21,12 @@ from fednorm.method import Phase
 from fednorm.optim import joined
 from fednorm.pieces.weights import Reports
 from fednorm.plan import Plan
-from fednorm.server import keys_with, merge_stack
-from fednorm.state import Kind, Policy, Tree
+from fednorm.server import DOWN, keys_with, merge_stack
+from fednorm.state import Policy, Tree
 
 LOSSES = ("all", "last_epoch", "last_batch")
 _PARTS = ("params", "rest", "buffers")
 """A client's state as a step takes it: what is trained, the rest of the model's, and the optimizer's."""
-_SERVERS = (Policy.SHARED, Policy.FROZEN)
-
-
 _WORTH_A_LINE = 3.0
 """Seconds of making a program ready that are told; compiled kernels are kept on disk, so the next run is quicker."""
 MOST_IN_ONE = 2
@@ -154,24 +150,16 @@ class Exchange:
 
     def _layout(self, part: str) -> Layout:
         """A stack's layout: what the server sends lies together, then what clients keep, then what starts anew."""
-        trained = {entry.key for entry in self.plan.prepared.trained(self.phase)}
-
-        def belongs(key: str) -> str:
-            if key in trained:
-                return "params"
-            return "buffers" if self.schema[key][0].kind is Kind.OPTIMIZER else "rest"
-
         # Entries of an odd size come last, so that the others begin at addresses that kernels can read quickly.
-        keys = [key for key in self.schema if belongs(key) == part]
+        keys = [key for key, own in parts_of(self.plan, self.phase).items() if own == part]
         keys.sort(key=lambda key: (self._source(key), self.schema[key][0].size % ALIGNMENT != 0))
-        channels_last = self._layouts["server"].channels_last
-        return Layout({key: (self.schema[key][0].shape, self.schema[key][0].dtype) for key in keys}, channels_last)
+        return Layout({key: self.schema[key][0] for key in keys}, self._layouts["server"].channels_last)
 
     def _source(self, key: str) -> int:
         """0: the server's, 1: the client's own, 2: initial values, 3: zeros, which optimizers start from."""
         policy = self.schema[key][1]
         fresh = 2 if key in self._layouts["server"].shapes else 3
-        return 0 if policy in _SERVERS else 1 if policy is Policy.LOCAL else fresh
+        return 0 if policy in DOWN else 1 if policy is Policy.LOCAL else fresh
 
     def _start_flats(self, state: Tree) -> dict[str, Flats]:
         """What the clients start from: the server's entries, their own, or fresh ones, as the policies say."""
@@ -243,13 +231,10 @@ class Exchange:
         return new, {"losses": (at, out.loss.to(torch.float64).unsqueeze(0))}
 
     def _mapped_step(self) -> Step:
-        spec = step_spec(self.plan, self.phase, probing=False)
-        spec = replace(
-            spec,
-            differentiate=lambda f: grad_and_value(f, has_aux=True),
-            optimizer=joined(spec.optimizer, self._layouts["server"].channels_last),
-        )
-        return torch.vmap(self.phase.step(spec))
+        """The phase's step over the stack, with each client's own numbers."""
+        spec = mapped_spec(self.plan, self.phase, probing=False)
+        optimizer = joined(spec.optimizer, self._layouts["server"].channels_last)
+        return torch.vmap(self.phase.step(replace(spec, optimizer=optimizer)))
 
     def _merge(self, state: Tree) -> tuple[Tree, Rows]:
         flats = {part: unnamed(part, state) for part in _PARTS}

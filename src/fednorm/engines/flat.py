@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fednorm.state import Tree
+from fednorm.state import Entry, Tree
 
 ALIGNMENT = 16
 """Numbers from the begin of one row to the begin of the next are a multiple of this."""
@@ -19,17 +19,12 @@ Flats = dict[str, Tensor]
 class Layout:
     """Where each entry lies; with `channels_last`, filters as (out, height, width, in), as the kernels read them."""
 
-    def __init__(self, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]], channels_last: bool) -> None:
+    def __init__(self, entries: Mapping[str, Entry], channels_last: bool) -> None:
         self.channels_last = channels_last
         self.keys: dict[str, list[str]] = {}
-        self.shapes = {key: tuple(shape) for key, (shape, _) in shapes.items()}
-        for key, (_, dtype) in shapes.items():
-            self.keys.setdefault(str(dtype), []).append(key)
-        self.dtypes = {str(dtype): dtype for _, dtype in shapes.values()}
-
-    def size(self, name: str) -> int:
-        """Columns of a matrix."""
-        return sum(prod(self.shapes[key]) for key in self.keys[name])
+        self.shapes = {key: entry.shape for key, entry in entries.items()}
+        for key, entry in entries.items():
+            self.keys.setdefault(str(entry.dtype), []).append(key)
 
     def pack(self, tree: Tree) -> Flats:
         """The matrices of a tree whose tensors have a leading axis."""

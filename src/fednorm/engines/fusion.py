@@ -80,8 +80,8 @@ def _share_moments(graph: Graph, norm: Node) -> None:
         both = graph.call_function(_own.conv_moments.default, conv.args, conv.kwargs)
         first, parts = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
     first.meta = conv.meta
-    tiles = -(-y.numel() // (y.shape[0] * y.shape[2] * rows))
-    parts.meta = {"val": y.new_empty(len(y), tiles, 2, y.shape[2], dtype=ops.master_type(y))}
+    given = [each.meta["val"] if isinstance(each, Node) else each for each in conv.args]
+    parts.meta = {"val": _own.conv_moments.default(*given)[1]}
     conv.replace_all_uses_with(first)
     graph.erase_node(conv)
     norm.kwargs = {**norm.kwargs, "parts": parts, "part_rows": rows}

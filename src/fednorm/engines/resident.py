@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from fednorm.batches import Batches
+from fednorm.engines.base import stack_trees, start_view
 from fednorm.engines.exchange import LOSSES, Exchange, named, unnamed
 from fednorm.engines.flat import ALIGNMENT, Layout
 from fednorm.method import Phase
@@ -54,7 +55,7 @@ class LateReports(Sequence[Report]):
         self._at = exchange, slot, place, plan
         self._clients = task.clients
         self._ready: list[Report] | None = None
-        self.healthy: list[bool] = []
+        self._healthy: list[bool] = []
 
     def settle(self) -> list[Report]:
         """The reports, now."""
@@ -71,12 +72,13 @@ class LateReports(Sequence[Report]):
                 )
                 for client, values in zip(self._clients, zip(*numbers, strict=True), strict=True)
             ]
-            self.healthy = [bool(each) for each in healthy]
+            self._healthy = [bool(each) for each in healthy]
         return self._ready
 
     def unhealthy(self) -> list[int]:
         """Clients with numbers that are not finite."""
-        return [client for client, fine in zip(self._clients, self.healthy, strict=True) if not fine]
+        self.settle()
+        return [client for client, fine in zip(self._clients, self._healthy, strict=True) if not fine]
 
     def __getitem__(self, place: Any) -> Any:
         return self.settle()[place]
@@ -124,23 +126,19 @@ class Resident:
     def __init__(self, plans: Sequence[Plan], channels_last: bool) -> None:
         self.plans, self.plan = plans, plans[0]
         # What is trained lies together and comes first, entries of an odd size last: see `Exchange`.
-        odd = {key: (not entry.trainable, entry.size % ALIGNMENT != 0) for key, entry in plan_entries(plans[0]).items()}
-        servers = [dict(sorted(plan.initial().items(), key=lambda item: odd[item[0]])) for plan in plans]
-        local = {
-            key: (entry.shape, entry.dtype)
-            for phase in self.plan.phases
-            for key, (entry, policy) in self.plan.schema(phase).items()
-            if policy is Policy.LOCAL
-        }
+        servers = [plan.initial() for plan in plans]
+        held = [entry for key, entry in entries_with(self.plan, *Policy).items() if key in servers[0]]
+        held.sort(key=lambda entry: (not entry.trainable, entry.size % ALIGNMENT != 0))
+        self._local = entries_with(self.plan, Policy.LOCAL)
         self._layouts = {
-            "server": Layout({key: (v.shape, v.dtype) for key, v in servers[0].items()}, channels_last),
-            "local": Layout(local, channels_last),
+            "server": Layout({entry.key: entry for entry in held}, channels_last),
+            "local": Layout(self._local, channels_last),
         }
         self.refused: set[tuple[str, int, int]] = set()
         """places of phases that could not be made a program; their runs go the ordinary way"""
         self.most_at_once = len(plans)
         """runs whose exchange is one program; fewer where all of them did not fit into memory"""
-        self.holds_local = bool(local)
+        self.holds_local = bool(self._local)
         self.num_clients = len(self.plan.federation.clients)
         self._batches, self._offsets = _pooled(plans)
         self._exchanges: dict[Any, Exchange] = {}
@@ -149,20 +147,16 @@ class Resident:
         self._remembered = [frozenset[str]() for _ in plans]
         self._asked: Counter[tuple[Any, ...]] = Counter()
         self._upcoming = [Upcoming(plan) for plan in plans]
-        self._state = named("server", self._layouts["server"].pack(_stacked(servers)))
+        self._state = named("server", self._layouts["server"].pack(stack_trees(servers)))
         self._state |= named("initial", {name: flat.clone() for name, flat in unnamed("server", self._state).items()})
         self._state |= named("local", self._blank_clients())
 
     def _blank_clients(self) -> dict[str, torch.Tensor]:
-        layout = self._layouts["local"]
-
-        def blank(plan: Plan, key: str) -> torch.Tensor:
-            value = plan.prepared.initial.get(key)
-            dtype = next(d for name, d in layout.dtypes.items() if key in layout.keys[name])
-            return torch.zeros(layout.shapes[key], dtype=dtype) if value is None else value
-
-        rows = _stacked([{key: blank(plan, key).to(plan.device) for key in layout.shapes} for plan in self.plans])
-        return {name: flat.repeat_interleave(self.num_clients, 0) for name, flat in layout.pack(rows).items()}
+        if not self._local:
+            return {}
+        schema = {key: (entry, Policy.LOCAL) for key, entry in self._local.items()}
+        rows = self._layouts["local"].pack(stack_trees([start_view(plan, schema, {}, {}) for plan in self.plans]))
+        return {name: flat.repeat_interleave(self.num_clients, 0) for name, flat in rows.items()}
 
     def server(self, run: int) -> Tree:
         """The server's tree of a run, as views that follow every exchange."""
@@ -219,10 +213,11 @@ class Resident:
         shapes = [shape for shape in self._asked if shape[0] == work[0]]
         return shapes[0] == work or (self._asked[work] > _OFTEN and shapes.index(work) < _MOST_SHAPES)
 
-    def exchange(self, tasks: Mapping[int, Task], steps: int) -> dict[int, LateReports]:
-        """One exchange of some runs, whose tasks are alike: phase, number of clients, size of their batches."""
+    def exchange(self, tasks: Mapping[int, Task]) -> dict[int, LateReports]:
+        """One exchange of some runs, whose tasks are alike: phase, number of clients, steps, size of their batches."""
         runs = sorted(tasks)
         first = tasks[runs[0]]
+        steps = self.plans[runs[0]].num_steps(first.clients[0], first.phase)
         size = self.plans[runs[0]].batches.stream(first.clients[0]).size(first.firsts[0])
         memory = self._remembered[runs[0]]
         place = (first.place, len(runs), len(first.clients), steps, size, memory, first.keep)
@@ -283,13 +278,10 @@ class Resident:
         }
 
 
-def plan_entries(plan: Plan) -> dict[str, Entry]:
-    """Every entry that some phase knows, by key."""
-    return {key: entry for phase in plan.phases for key, (entry, _) in plan.schema(phase).items()}
-
-
-def _stacked(trees: Sequence[Tree]) -> Tree:
-    return {key: torch.stack([tree[key] for tree in trees]) for key in trees[0]}
+def entries_with(plan: Plan, *policies: Policy) -> dict[str, Entry]:
+    """The entries that have one of the policies in some phase, by key."""
+    each = (found for phase in plan.phases for found in plan.schema(phase).items())
+    return {key: entry for key, (entry, policy) in each if policy in policies}
 
 
 def _pooled(plans: Sequence[Plan]) -> tuple[Batches, list[int]]:

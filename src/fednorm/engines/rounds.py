@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -71,6 +71,14 @@ Asking = Generator[Wish, Sequence[Report], Any]
 """Part of a round: it asks for exchanges and is sent what the clients report."""
 
 
+@dataclass
+class Held:
+    """What a seat holds of a run where there is none: the server's state, and what merges remember."""
+
+    server: Tree = field(default_factory=dict)
+    memory: Tree = field(default_factory=dict)
+
+
 class Run:
     """A run in progress. All that changes is here and goes into the store with every commit."""
 
@@ -96,8 +104,7 @@ class Run:
         self.switch_memory: Memory = facts.get("switch", {})
         self.reports: Sequence[Report] = [Report(**report) for report in facts.get("reports", [])]
         self.seat = seating(plan) if self._stays() else None
-        self._server: Tree = {}
-        self._memory: Tree = {}
+        self._held: Seat | Held = self.seat or Held()
         self.server = to_device(store.tree("model"), plan.device) if facts else plan.initial()
         self.merge_memory = to_device(store.tree("memory"), plan.device) if facts else {}
         self.finished: bool = facts.get("finished", False)
@@ -114,26 +121,20 @@ class Run:
     @property
     def server(self) -> Tree:
         """The server's tree; where rounds stay on the device, views that follow them."""
-        return self.seat.server if self.seat else self._server
+        return self._held.server
 
     @server.setter
     def server(self, tree: Tree) -> None:
-        if self.seat:
-            self.seat.server = tree
-        else:
-            self._server = tree
+        self._held.server = tree
 
     @property
     def merge_memory(self) -> Tree:
         """What merges remember from round to round."""
-        return self.seat.memory if self.seat else self._memory
+        return self._held.memory
 
     @merge_memory.setter
     def merge_memory(self, tree: Tree) -> None:
-        if self.seat:
-            self.seat.memory = tree
-        else:
-            self._memory = tree
+        self._held.memory = tree
 
     def rounds(self) -> Iterator[Row]:
         """Play the remaining rounds; each row is yielded after the round is finished and, as configured, committed."""

@@ -11,8 +11,8 @@ import torch
 from fednorm.batches import UNION
 from fednorm.engines.exchange import NotAProgram
 from fednorm.engines.kernels.layers import StackConv2d
-from fednorm.engines.resident import DEVICES, MOST_LOCAL_BYTES, LateReports, Resident, Task
-from fednorm.errors import FednormError
+from fednorm.engines.resident import DEVICES, MOST_LOCAL_BYTES, LateReports, Resident, Task, entries_with
+from fednorm.errors import FednormError, first_line
 from fednorm.plan import Plan
 from fednorm.server import keys_with
 from fednorm.state import Policy, Tree
@@ -91,13 +91,14 @@ class Seat:
                 self.resident.load_client(self.run, client, state.tree)
         self._here.update(missing)
 
-    def note(self, task: Task, steps: int) -> None:
+    def note(self, task: Task) -> None:
         """Remember what an exchange changed."""
         kept = keys_with(self.plan.schema(task.phase), Policy.LOCAL)
         if not task.keep or not (kept or task.phase.advances):
             return
         for client, first in zip(task.clients, task.firsts, strict=True):
-            self.away[client] = first + steps if task.phase.advances else self.away.get(client, first)
+            used = first + self.plan.num_steps(client, task.phase)
+            self.away[client] = used if task.phase.advances else self.away.get(client, first)
             self._kept.setdefault(client, set()).update(kept)
 
     def bring_home(self, store: Store) -> None:
@@ -138,11 +139,10 @@ def exchange_on_device(seats: Sequence[tuple[Seat, Task, Store]]) -> list[LateRe
 
 def _exchange_at_once(resident: Resident, seats: Sequence[tuple[Seat, Task, Store]]) -> list[LateReports | None]:
     """The exchange of some seats; empty where they do not fit into memory together, which the resident remembers."""
-    steps = seats[0][0].equal_work(seats[0][1]) or 0
     for seat, task, store in seats:
         seat.fetch(store, task.clients)
     try:
-        reports = resident.exchange({seat.run: task for seat, task, _ in seats}, steps)
+        reports = resident.exchange({seat.run: task for seat, task, _ in seats})
     except (RuntimeError, NotImplementedError, NotAProgram) as error:  # nothing lasting has changed yet
         if isinstance(error, FednormError):
             raise
@@ -151,26 +151,20 @@ def _exchange_at_once(resident: Resident, seats: Sequence[tuple[Seat, Task, Stor
             return []
         resident.refused.add(seats[0][1].place)
         if not isinstance(error, NotAProgram):
-            why = str(error).strip().splitlines()[0]
+            why = first_line(error)
             print(
                 f"stacked engine: rounds cannot stay on the device ({why}); clients are stacked step by step",
                 file=sys.stderr,
             )
         return [None] * len(seats)
     for seat, task, _ in seats:
-        seat.note(task, steps)
+        seat.note(task)
     return [reports[seat.run] for seat, _, _ in seats]
 
 
 def local_bytes(plan: Plan) -> int:
     """The size of what all clients of a run keep."""
-    entries = {
-        key: entry.bytes
-        for phase in plan.phases
-        for key, (entry, policy) in plan.schema(phase).items()
-        if policy is Policy.LOCAL
-    }
-    return sum(entries.values()) * len(plan.federation.clients)
+    return sum(entry.bytes for entry in entries_with(plan, Policy.LOCAL).values()) * len(plan.federation.clients)
 
 
 def can_stay(plan: Plan) -> bool:

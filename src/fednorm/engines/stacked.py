@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch import Tensor
 from fednorm.client import Step, StepOut, training_mode
 from fednorm.engines.base import Job, Outcome, Trees, mapped_step, outcome, pick, refuse_unequal, stack_trees, to_trees
 from fednorm.engines.kernels.layers import use_kernels
+from fednorm.engines.kernels.ops import HAS_TRITON
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.errors import FednormError
+from fednorm.errors import FednormError, first_line
 from fednorm.layers.cohort import set_lockstep
 from fednorm.method import Phase
 from fednorm.plan import Plan
@@ -33,7 +33,7 @@ class StackedEngine:
         self._sequential: SequentialEngine | None = None
         self._most = len(plan.federation.clients)
         # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.
-        if plan.device.type == "cuda" and find_spec("triton") and plan.config.engine.precision != "fp32":
+        if plan.device.type == "cuda" and HAS_TRITON and plan.config.engine.precision != "fp32":
             narrow = torch.bfloat16 if plan.config.engine.precision == "bf16" else None
             use_kernels(plan.prepared.model, narrow)
 
@@ -67,7 +67,7 @@ class StackedEngine:
             yield from done
 
     def _fall_back(self, error: Exception) -> None:
-        why = str(error).strip().splitlines()[0]
+        why = first_line(error)
         print(f"stacked engine: the model cannot be mapped over clients ({why}); using sequential", file=sys.stderr)
         self._sequential = SequentialEngine(self.plan)
 

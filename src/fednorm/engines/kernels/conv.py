@@ -129,11 +129,6 @@ def _weight_kernel(
     tl.store(part_ptr + base + out_at, acc, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :])
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """(client, batch, channel, height, width) as (client, batch, height, width, channel), contiguous."""
-    return x.permute(0, 1, 3, 4, 2).contiguous()
-
-
 def _precision() -> str:
     """What torch may do with float32 in convolutions, these may too."""
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
