@@ -11,7 +11,7 @@ from torch.nn import functional, grad
 
 from fednorm import rng
 from fednorm.data.augment import apply, draws, parse, sizes
-from fednorm.engines.kernels import conv, norm
+from fednorm.engines.kernels import conv, elements, norm
 from fednorm.engines.kernels.images import take_images
 from fednorm.engines.kernels.ops import channels_last, channels_second
 from fednorm.engines.kernels.tiles import conv_tile
@@ -42,6 +42,9 @@ def check_conv(ins: int, outs: int, stride: int, padding: int, kernel: int, size
     height, width = y.shape[3:]
     got, parts = conv.run_conv(channels_last(x), filters, (height, width), shape, moments=True)
     close(channels_second(got), y)
+    bias = apart(torch.randn(2, outs, device=DEVICE))
+    shifted, _ = conv.run_conv(channels_last(x), filters, (height, width), shape, bias=bias, relu=True)
+    close(channels_second(shifted), (y + bias[:, None, :, None, None]).relu())
     each = list(zip(x, w, dy, strict=True))
     dx = torch.stack([grad.conv2d_input(a.shape, b, c, stride, padding) for a, b, c in each])
     back, _ = conv.run_conv(channels_last(dy), filters, (size, size), shape, backward=True, addend=channels_last(extra))
@@ -108,6 +111,57 @@ def check_images(spec: str) -> None:
     close(channels_second(got), wanted, 1e-6)
 
 
+def check_dropout(shape: tuple[int, ...], p: float) -> None:
+    x, keys = torch.randn(2, *shape, device=DEVICE), rng.key(3, torch.arange(2)).to(DEVICE)
+    wanted = torch.where(rng.uniform(keys, shape) >= p, x / (1 - p), 0)
+    close(elements.run_dropout(x, keys, p, 1, 1), wanted, 1e-6)
+    if len(shape) == 4:
+        got = elements.run_dropout(channels_last(x), keys, p, shape[1], shape[2] * shape[3])
+        close(channels_second(got), wanted, 1e-6)
+
+
+def check_pool(side: int, height: int, width: int) -> None:
+    x = torch.randint(0, 4, (2, 3, 5, height, width), device=DEVICE).float()  # small numbers, so that many are equal
+    x = x.flatten(0, 1).requires_grad_()
+    y = functional.max_pool2d(x, side)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    x, dy = (channels_last(each.detach().unflatten(0, (2, 3))) for each in (x, dy))
+    close(channels_second(elements.run_max_pool(x, side)).flatten(0, 1), y)
+    close(channels_second(elements.run_max_pool(x, side, dy)).flatten(0, 1), dx)
+
+
+def check_relu_grad(channels: int) -> None:
+    y, dy = (torch.randn(2, 3, 9, 7, channels, device=DEVICE) for _ in range(2))
+    wanted = dy * (y > 0)
+    got, sums = elements.run_relu_grad(dy, y)
+    close(got, wanted)
+    close(sums, wanted.sum((1, 2, 3)), 1e-3)
+
+
+def check_fold(clients: int, numbers: int) -> None:
+    stack = torch.stack([apart(torch.randn(clients, numbers, device=DEVICE)) for _ in range(2)])
+    weights = torch.rand(2, clients, dtype=torch.float64, device=DEVICE)
+    wanted = torch.einsum("rcn,rc->rn", stack.double(), weights)
+    for given in (stack, stack[:, :, 1:]):  # also one that begins at an odd address
+        close(elements.run_fold(given, weights), wanted[:, -given.shape[2] :], 1e-12)
+
+
+def check_sgd(sizes: tuple[int, ...], momentum: bool, in_place: bool) -> None:
+    clients, numbers = 3, sum(sizes)
+    value, velocity = (apart(torch.randn(clients, numbers, device=DEVICE)) for _ in range(2))
+    grads = [torch.randn(clients, size, device=DEVICE) for size in sizes]
+    lr, keep, decay = (torch.rand(clients, device=DEVICE) for _ in range(3))
+    step = torch.cat(grads, 1) + decay[:, None] * value + momentum * keep[:, None] * velocity
+    wanted = value - lr[:, None] * step
+    old = value, velocity if momentum else None
+    new = old if in_place else (torch.empty_like(value), torch.empty_like(velocity) if momentum else None)
+    elements.run_sgd(old, grads, new, lr, keep, decay)
+    close(new[0], wanted, 1e-5)
+    if new[1] is not None:
+        close(new[1], step, 1e-5)
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -118,6 +172,17 @@ def main() -> None:
         check_norm(y, None, training=False)
     for spec in ("none", "crop(2)+flip", "flip+rotate(20)+crop(1)", "crop(2)+window(8)+rotate(30)"):
         check_images(spec)
+    check_dropout((5, 7), 0.5)
+    check_dropout((3, 4, 5, 6), 0.25)
+    for case in ((2, 8, 6), (2, 7, 9), (3, 7, 6)):
+        check_pool(*case)
+    for channels in (3, 32, 70):
+        check_relu_grad(channels)
+    check_fold(4, 1500)
+    check_fold(1, 3)
+    for momentum in (False, True):
+        check_sgd((5, 1, 7), momentum, in_place=True)
+        check_sgd((3, 70_000, 4, 2), momentum, in_place=False)
     print("equal")
 
 

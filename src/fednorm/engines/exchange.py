@@ -15,10 +15,12 @@ from fednorm.batches import Batches
 from fednorm.client import Step, training_mode
 from fednorm.engines.base import mapped_spec, parts_of
 from fednorm.engines.flat import ALIGNMENT, Flats, Layout, aligned
+from fednorm.engines.kernels.joint import StackCohort, on_stack
 from fednorm.engines.pool import Pool
 from fednorm.engines.program import Program, Rows
 from fednorm.method import Phase
 from fednorm.optim import joined
+from fednorm.pieces.reductions import merging
 from fednorm.pieces.weights import Reports
 from fednorm.plan import Plan
 from fednorm.server import DOWN, keys_with, merge_stack
@@ -48,6 +50,22 @@ def unnamed(prefix: str, state: Tree) -> Flats:
     return {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
 
 
+class LogCopy:
+    """(slot, loss or measure or health, client of a run), copied to the host behind the work that is under way."""
+
+    def __init__(self, log: Tensor) -> None:
+        self._log = torch.empty(log.shape, dtype=log.dtype, pin_memory=log.is_cuda).copy_(log, non_blocking=True)
+        self._done = torch.cuda.Event() if log.is_cuda else None
+        if self._done:
+            self._done.record()
+
+    def read(self) -> Tensor:
+        """The log; waits for the work before the copy, not for later work."""
+        if self._done:
+            self._done.synchronize()
+        return self._log
+
+
 class Exchange:
     """The programs of a phase for some runs with so many clients each, all with so many steps on batches of one size.
 
@@ -68,7 +86,7 @@ class Exchange:
         self.turn = 0
         self.memory, self.keep = memory, keep
         self.remembered: Tree = {}
-        self._snapshot: tuple[int, Tensor] | None = None
+        self._copied: tuple[int, LogCopy] | None = None
         self._common, self._layouts = common, layouts
         rows = self.rows = runs * clients
         message = {
@@ -121,11 +139,11 @@ class Exchange:
         self.turn += 1
         return (self.turn - 1) % self.log_rows
 
-    def log(self) -> Tensor:
-        """(slot, loss or measure or health, client of a run): what clients reported, read back once an exchange."""
-        if self._snapshot is None or self._snapshot[0] != self.turn:
-            self._snapshot = self.turn, self._own["log"].cpu()
-        return self._snapshot[1]
+    def log(self) -> LogCopy:
+        """What clients reported up to now, on its way to the host."""
+        if self._copied is None or self._copied[0] != self.turn:
+            self._copied = self.turn, LogCopy(self._own["log"])
+        return self._copied[1]
 
     def remembers(self) -> Tree:
         """What the merge will remember, with a row a run: found by trying it, since a first merge may begin to."""
@@ -233,7 +251,7 @@ class Exchange:
     def _mapped_step(self) -> Step:
         """The phase's step over the stack, with each client's own numbers."""
         spec = mapped_spec(self.plan, self.phase, probing=False)
-        optimizer = joined(spec.optimizer, self._layouts["server"].channels_last)
+        optimizer = joined(on_stack(spec.optimizer), self._layouts["server"].channels_last)
         return torch.vmap(self.phase.step(replace(spec, optimizer=optimizer)))
 
     def _merge(self, state: Tree) -> tuple[Tree, Rows]:
@@ -250,7 +268,8 @@ class Exchange:
         def merge_run(server: Tree, memory: Tree, sizes: Tensor, losses: Tree, scalars: Tree, shared: Tree):
             return merge_stack(self.phase, server, shared, Reports(sizes, losses, scalars), self.schema, memory)
 
-        merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
+        with merging(StackCohort()):
+            merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
         report = torch.stack([*losses.values(), *scalars.values(), self._healthy(flats)])
         changed = {**named("server", self._layouts["server"].join_rows(merged)), **named("memory", remembered)}
         rows: Rows = {key: (state["runs"], value) for key, value in changed.items()}

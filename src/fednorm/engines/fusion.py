@@ -16,7 +16,8 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fednorm.engines.kernels import ops  # also makes the operators known to torch
+from fednorm.engines.kernels import element_ops as element_ops
+from fednorm.engines.kernels import ops  # both also make their operators known to torch
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
 MOST_PARTS = 1024
@@ -65,6 +66,52 @@ def _take_in_residual_and_relu(graph: Graph, norm: Node) -> None:
     relu.replace_all_uses_with(y)
     for gone in (relu, add) if add and other else (relu,):
         graph.erase_node(gone)
+
+
+def _take_in_bias_and_relu(graph: Graph, conv: Node) -> None:
+    """relu(conv(x) + bias), or conv(x) + bias, becomes one operator."""
+    add = _only_user(conv, _aten.add.Tensor)
+    bias = next((each for each in add.args if each is not conv), None) if add and not add.kwargs else None
+    if isinstance(bias, Node) and add:
+        clients, _, channels, *_ = shape = tuple(conv.meta["val"].shape)
+        given = bias.meta["val"]
+        if tuple(given.shape) == (clients, 1, channels, 1, 1) != shape:
+            with graph.inserting_before(add):
+                rows = graph.call_function(_aten.reshape.default, (bias, [clients, channels]))
+            rows.meta = {"val": given.reshape(clients, channels)}
+            conv.kwargs = {**conv.kwargs, "bias": rows}
+            _replace_by(graph, add, conv)
+    relu = _only_user(conv, _aten.relu.default)
+    if relu:
+        conv.kwargs = {**conv.kwargs, "relu": True}
+        _replace_by(graph, relu, conv)
+
+
+def _take_in_bias_grad(graph: Graph, behind: Node) -> None:
+    """The gradient behind a convolution's ReLU, and its sum for the bias, are taken in one pass."""
+    dy, y, threshold = behind.args
+    total = next((user for user in behind.users if user.target is _aten.sum.dim_IntList), None)
+    if threshold != 0 or not isinstance(y, Node) or y.target not in _CONVS or not total or total.kwargs:
+        return
+    if list(total.args[1]) != [1, 3, 4] or dy.meta["val"].dtype != y.meta["val"].dtype:  # type: ignore[union-attr, arg-type]
+        return
+    with graph.inserting_before(behind):
+        both = graph.call_function(_own.relu_bias_grad.default, (dy, y))
+        masked, sums = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+        shaped = graph.call_function(_aten.reshape.default, (sums, list(total.meta["val"].shape)))
+    masked.meta, shaped.meta = behind.meta, total.meta
+    behind.replace_all_uses_with(masked)
+    total.replace_all_uses_with(shaped)
+    for gone in (total, behind):
+        graph.erase_node(gone)
+
+
+def _take_in_parts(graph: Graph, update: Node) -> None:
+    """Gradients need not be joined before an update, which takes them side by side."""
+    grads: Any = update.args[1]
+    cat = grads[0] if len(grads) == 1 else None
+    if isinstance(cat, Node) and cat.target is _aten.cat.default and cat.args[1:] == (1,) and len(cat.users) == 1:
+        update.args = (update.args[0], list(cat.args[0]), *update.args[2:])  # type: ignore[call-overload]
 
 
 def _share_moments(graph: Graph, norm: Node) -> None:
@@ -116,9 +163,7 @@ def _take_in_sum(graph: Graph, grad: Node) -> None:
     other = _other_summand(add, grad) if add else None
     if add and other:
         grad.kwargs = {**grad.kwargs, "addend": other}
-        _move_before(add, grad)
-        add.replace_all_uses_with(grad)
-        graph.erase_node(add)
+        _replace_by(graph, add, grad)
 
 
 def _drop_idle_permutation(graph: Graph, node: Node) -> None:
@@ -187,6 +232,7 @@ def _drop_copy(graph: Graph, node: Node) -> None:
         node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
 
 
+_CONVS = {_own.conv.default, _own.conv_moments.default}
 _SECRETIVE = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default}
 """Torch's own batch norms move running statistics in place without saying so: beside them copies must stay."""
 _COPIES: tuple[tuple[Any, Callable[[Graph, Node], None]], ...] = (
@@ -198,6 +244,9 @@ _REWRITES: tuple[tuple[Any, Callable[[Graph, Node], None]], ...] = (
     (_aten.permute.default, _drop_idle_permutation),
     (_aten.copy.default, _drop_copy),
     (_aten.cat.default, _drop_rejoining),
+    (_own.conv.default, _take_in_bias_and_relu),
+    (_aten.threshold_backward.default, _take_in_bias_grad),
+    (_own.sgd.default, _take_in_parts),
     (_own.norm.default, _take_in_residual_and_relu),
     (_own.norm.default, _share_moments),
     (_own.norm_grad.default, _take_in_relu_grad),
@@ -232,6 +281,13 @@ def _alike(left: Node, right: Node) -> bool:
 
 def _all_after(place: Node, nodes: list[Node]) -> bool:
     return all(place < node for node in nodes)
+
+
+def _replace_by(graph: Graph, gone: Node, node: Node) -> None:
+    """Let an operator that took in its user stand in the user's place."""
+    _move_before(gone, node)
+    gone.replace_all_uses_with(node)
+    graph.erase_node(gone)
 
 
 def _move_before(place: Node, node: Node) -> None:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from fednorm.engines.fusion import fuse, trace
+from fednorm.engines.in_place import write_in_place
 from fednorm.state import Tree
 
 _COMPILERS = 8
@@ -34,6 +35,7 @@ class Program:
     def __init__(self, function: Callable[[Tree], tuple[Tree, Rows]], state: Tree) -> None:
         self._state = state
         self._traced = fuse(trace(function, state))
+        self._in_place = write_in_place(self._traced, state)
         self._graph: torch.cuda.CUDAGraph | None = None
         if next(iter(state.values())).is_cuda:
             compile_kernels(self._traced)
@@ -46,11 +48,13 @@ class Program:
             self._graph.replay()
 
     def _capture(self) -> None:
+        # What is written in place is tried on something that lies in memory as the original does.
+        others = {key: Facts.of(self._state[key]).zeros() for key in self._in_place}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
-                self._traced(self._state)
+                self._traced({**self._state, **others})
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
@@ -87,15 +91,17 @@ class Facts:
     dtype: torch.dtype
     device: str
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Facts:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
+
     def zeros(self) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).zero_()
 
 
 def _facts(node: Node) -> Facts | None:
     value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return None  # a call with it fails, and so is left for later
-    return Facts(tuple(value.shape), tuple(value.stride()), value.dtype, str(value.device))
+    return Facts.of(value) if isinstance(value, Tensor) else None  # a call with None fails, and so is left for later
 
 
 @torch.no_grad()
@@ -103,4 +109,6 @@ def put(state: Tree, new: Tree, rows: Rows) -> None:
     """Write new values over old ones: rows first, since their index may be an old value."""
     for key, (index, values) in rows.items():
         state[key].index_copy_(0, index, values)
-    torch._foreach_copy_([state[key] for key in new], list(new.values()))  # pyright: ignore[reportPrivateImportUsage]
+    moved = {key: value for key, value in new.items() if value is not state[key]}  # the others are there already
+    if moved:
+        torch._foreach_copy_([state[key] for key in moved], list(moved.values()))  # pyright: ignore[reportPrivateImportUsage]

@@ -15,7 +15,7 @@ import torch
 
 from fednorm.batches import Batches
 from fednorm.engines.base import stack_trees, start_view
-from fednorm.engines.exchange import LOSSES, Exchange, named, unnamed
+from fednorm.engines.exchange import LOSSES, Exchange, LogCopy, named, unnamed
 from fednorm.engines.flat import ALIGNMENT, Layout
 from fednorm.method import Phase
 from fednorm.pieces.weights import Report
@@ -53,16 +53,22 @@ class LateReports(Sequence[Report]):
 
     def __init__(self, exchange: Exchange, slot: int, place: int, task: Task, plan: Plan) -> None:
         self._at = exchange, slot, place, plan
+        self._log: LogCopy | None = None
         self._clients = task.clients
         self._ready: list[Report] | None = None
         self._healthy: list[bool] = []
+
+    def send(self) -> None:
+        """Let the reports come to the host, where they are read later."""
+        self._log = self._log or self._at[0].log()
 
     def settle(self) -> list[Report]:
         """The reports, now."""
         if self._ready is None:
             exchange, slot, place, plan = self._at
             first = place * exchange.clients
-            *numbers, healthy = exchange.log()[slot, :, first : first + exchange.clients].tolist()
+            log = (self._log or exchange.log()).read()
+            *numbers, healthy = log[slot, :, first : first + exchange.clients].tolist()
             self._ready = [
                 Report(
                     client=client,

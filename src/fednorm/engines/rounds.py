@@ -109,6 +109,8 @@ class Run:
         self.merge_memory = to_device(store.tree("memory"), plan.device) if facts else {}
         self.finished: bool = facts.get("finished", False)
         self._costs: dict[tuple[str, int, int], tuple[int, int, int]] = {}
+        self.unsettled: list[tuple[Row, Sequence[Report]]] = []
+        """rounds that were played, whose reports were not looked at yet"""
         self._uncommitted: list[Row] = []
         self._committed_at = time.perf_counter()
         if not facts:
@@ -145,6 +147,7 @@ class Run:
 
     def stop(self) -> None:
         """Commit what was played since the last checkpoint, so that an orderly stop loses nothing."""
+        self.settle(len(self.unsettled))
         if self._uncommitted:
             self._commit()
 
@@ -173,22 +176,29 @@ class Run:
             row["eval"] = yield from self._evaluate(method.tested(stage), number, last, row)
         return row
 
-    def settle(self, row: Row, reports: Sequence[Report]) -> None:
-        """Complete a row with what the clients reported, and find out whether all of it can be used."""
-        row["train_loss"] = sum(report.losses["all"] for report in reports) / len(reports)
-        if isinstance(reports, LateReports):
-            for client in reports.unhealthy():
-                raise diverged(f"round {row['round']}, client {client}: its update is not finite")
-        self._uncommitted.append(row)
+    def settle(self, count: int) -> list[Row]:
+        """Complete the rows of so many rounds with what clients reported, and find out whether all can be used."""
+        rounds, self.unsettled = self.unsettled[:count], self.unsettled[count:]
+        for row, reports in rounds:
+            row["train_loss"] = sum(report.losses["all"] for report in reports) / len(reports)
+            if isinstance(reports, LateReports):
+                for client in reports.unhealthy():
+                    raise diverged(f"round {row['round']}, client {client}: its update is not finite")
+            self._uncommitted.append(row)
+        return [row for row, _ in rounds]
 
     def checkpoint_is_set(self) -> bool:
         """Whether just this round ends with a checkpoint, by the config or because it is the last."""
         every = self.plan.config.engine.checkpoint_every
         return self.round == self.plan.config.rounds or (every is not None and self.round % every == 0)
 
+    def checkpoint_is_due(self) -> bool:
+        """Whether a checkpoint is set, or the last one is some seconds old where the config names no number."""
+        return self.checkpoint_is_set() or (self.plan.config.engine.checkpoint_every is None and self._late())
+
     def commit_if_due(self) -> None:
-        """A checkpoint after so many rounds, or after some seconds where the config names no number."""
-        if self.checkpoint_is_set() or (self.plan.config.engine.checkpoint_every is None and self._late()):
+        """A checkpoint, if it is time for one; all rounds must be settled."""
+        if self.checkpoint_is_due():
             self._commit()
 
     def _late(self) -> bool:
@@ -347,46 +357,60 @@ class Run:
 def play_together(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError]]:
     """Play the remaining rounds of some runs in step; rows come when they are settled.
 
-    Rounds that stay on the device are settled several at a time, so that it need not wait for the host. A run that
-    cannot go on ends with its error, without the rounds that were not settled yet; the others go on.
+    Rounds that stay on the device are settled some at a time, while the next ones are played, so that it never waits
+    for the host. A run that cannot go on ends with its error, without the rounds that were not settled yet; the
+    others go on.
     """
-    played: list[tuple[Run, Row, Sequence[Report]]] = []
     failed: dict[Run, FednormError] = {}
-    since = time.perf_counter()
+    burst, new, since = 1, 0, time.perf_counter()
     try:
         while active := [run for run in runs if run.round < run.plan.config.rounds and run not in failed]:
             for run, end in play_round(active).items():
                 if isinstance(end, FednormError):
                     failed[run] = end
                 else:
-                    played.append((run, end, run.reports))
-            late = all(isinstance(reports, LateReports) and "eval" not in row for _, row, reports in played)
-            ended = any(run in failed or run.checkpoint_is_set() for run in active)
-            recent = time.perf_counter() - since < SETTLE_SECONDS
-            if late and not ended and recent and len(played) < LOG_ROWS * len(active) // 2:
+                    run.unsettled.append((end, run.reports))
+            new += 1
+            ends = any(run in failed or run.checkpoint_is_set() or not _comes_late(run) for run in active)
+            if new < burst and not ends:
                 continue
-            for run, row, reports in played:
-                error = None if run in failed else attempt(run.settle, row, reports)
-                if error:
-                    failed[run] = error
-            seconds = (time.perf_counter() - since) / max(1, len(played))
-            for _, row, _ in played:
-                row["seconds"] = round(seconds, 6)
+            ends = ends or any(run.checkpoint_is_due() for run in active)
             for run in active:
-                if run not in failed:
+                _send_reports(run)
+            # What was played since the last time stays in flight, unless a checkpoint needs to know of it.
+            counts = {run: len(run.unsettled) - (0 if ends else new) for run in active}
+            settled = {run: [] if run in failed else attempt(run.settle, count) for run, count in counts.items()}
+            failed |= {run: rows for run, rows in settled.items() if isinstance(rows, FednormError)}
+            rows = [(run, row) for run, each in settled.items() if not isinstance(each, FednormError) for row in each]
+            now, new = time.perf_counter(), 0
+            for _, row in rows:
+                row["seconds"] = round((now - since) / len(rows), 6)
+            if rows:
+                pace = (now - since) / (len(rows) / len(active))
+                burst, since = min(LOG_ROWS // 2, max(1, int(SETTLE_SECONDS / pace))), now
+            for run in active:
+                if ends and run not in failed:
                     run.commit_if_due()
-            settled, played = played, []
-            for run, row, _ in settled:
-                if run not in failed:
-                    yield run, row
+            yield from sorted(rows, key=lambda each: each[1]["round"])
             for run in active:
                 if run in failed:
                     run.close()
                     yield run, failed[run]
-            since = time.perf_counter()
     finally:
         for run in runs:
             run.close()
+
+
+def _comes_late(run: Run) -> bool:
+    """Whether the last round's reports are still on the device, and nothing of it was looked at."""
+    return not run.unsettled or (isinstance(run.reports, LateReports) and "eval" not in run.unsettled[-1][0])
+
+
+def _send_reports(run: Run) -> None:
+    """Let all reports that are still on the device come to the host, behind the rounds under way."""
+    for _, reports in run.unsettled:
+        if isinstance(reports, LateReports):
+            reports.send()
 
 
 def play_round(runs: Sequence[Run]) -> dict[Run, Row | FednormError]:

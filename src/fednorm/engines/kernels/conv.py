@@ -31,14 +31,17 @@ class Shape(NamedTuple):
 
 @triton.jit
 def _conv_kernel(
-    x_ptr, w_ptr, add_ptr, y_ptr, part_ptr, w_stride, batch, in_height, in_width, out_height, out_width, tiles,
+    x_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, part_ptr, w_stride, bias_stride, batch,
+    in_height, in_width, out_height, out_width, tiles,
     IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, BACKWARD: tl.constexpr, ADD: tl.constexpr, MOMENTS: tl.constexpr,
-    PRECISION: tl.constexpr, PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, BACKWARD: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    RELU: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     """y = conv(x, w), or with BACKWARD the gradient of the input: there x is dy, IN are the filters' outputs.
 
-    ADD adds a tensor of y's shape; MOMENTS leaves mean and squared deviations of each tile's pixels, for a batch norm.
+    BIAS adds a number to each channel, ADD a tensor of y's shape; RELU follows. MOMENTS leaves mean and squared
+    deviations of each tile's pixels, for a batch norm.
     """
     tile = tl.program_id(0)
     client = tl.program_id(1)
@@ -78,12 +81,16 @@ def _conv_kernel(
         acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
     y_at = client.to(tl.int64) * (total * OUT) + pixel[:, None] * OUT + outs[None, :]
     inside = (pixel < total)[:, None] & (outs < OUT)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + client.to(tl.int64) * bias_stride + outs, mask=outs < OUT, other=0.0)[None, :]
     if ADD:
         acc += tl.load(add_ptr + y_at, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
+        acc = tl.where(acc < 0, 0.0, acc)  # what is no number stays
     y = acc.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + y_at, y, mask=inside)
     if MOMENTS:
-        seen = y.to(tl.float32)  # what the batch norm will read; pixels outside are zero and count for nothing
+        seen = tl.where((pixel < total)[:, None], y.to(tl.float32), 0.0)  # what the batch norm will read
         mean = tl.sum(seen, 0) / tl.minimum(total - tile * PIXELS, PIXELS).to(tl.float32)
         away = tl.where((pixel < total)[:, None], seen - mean[None, :], 0.0)
         base = part_ptr + (client * tiles + tile) * (2 * OUT) + outs
@@ -136,11 +143,11 @@ def _precision() -> str:
 
 def run_conv(
     x: Tensor, w: Tensor, size: tuple[int, int], shape: Shape, *, backward: bool = False,
-    addend: Tensor | None = None, moments: bool = False,
+    bias: Tensor | None = None, addend: Tensor | None = None, relu: bool = False, moments: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y and the moments of its tiles; x and w have the channel last, `size` is height and width of y.
 
-    Clients' filters may lie apart, as views into a longer row.
+    Clients' filters and biases may lie apart, as views into a longer row.
     """
     clients, filters, _, _, ins = w.shape
     outs, ins = (ins, filters) if backward else (filters, ins)
@@ -151,10 +158,12 @@ def run_conv(
     parts = torch.empty((clients, tiles, 2, outs) if moments else (0,), dtype=torch.float32, device=x.device)
     block_out = out_block(outs)
     _conv_kernel[(tiles, clients, triton.cdiv(outs, block_out))](
-        x, w, y if addend is None else addend, y, parts, w.stride(0), batch, height, width, *size, tiles,
+        x, w, w if bias is None else bias, y if addend is None else addend, y, parts,
+        w.stride(0), 0 if bias is None else bias.stride(0), batch, height, width, *size, tiles,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
-        KW=shape.kernel_w, BACKWARD=backward, ADD=addend is not None, MOMENTS=moments, PRECISION=_precision(),
-        PIXELS=tile.pixels, TERMS=tile.terms, BLOCK_OUT=block_out, num_warps=tile.warps, num_stages=tile.stages,
+        KW=shape.kernel_w, BACKWARD=backward, BIAS=bias is not None, ADD=addend is not None, RELU=relu,
+        MOMENTS=moments, PRECISION=_precision(), PIXELS=tile.pixels,
+        TERMS=tile.terms, BLOCK_OUT=block_out, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, parts
 

@@ -1,4 +1,4 @@
-"""Convolution and batch norm layers whose mapping over clients (`torch.vmap`) is one operator of `kernels.ops`.
+"""Layers whose mapping over clients (`torch.vmap`) is one operator of `kernels.ops` or `kernels.element_ops`.
 
 Outside a mapping they are torch's own.
 """
@@ -16,7 +16,9 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fednorm.engines.kernels import ops
+from fednorm import rng
+from fednorm.engines.kernels import element_ops, ops
+from fednorm.layers.keyed import KeyedDropout
 
 Pair = tuple[int, int]
 
@@ -125,6 +127,56 @@ class _NormGrad(_FirstOrder):
         return ops.norm_grad(*_stacked(info, in_dims, *args[:5]), *args[5:])[:3], (0,) * 3
 
 
+class _Dropout(torch.autograd.Function):
+    """Linear in x, so its gradient is the same operator on the gradient behind it: no mask is kept."""
+
+    @staticmethod
+    def forward(x: Tensor, key: Tensor, p: float) -> Tensor:
+        return torch.where(rng.uniform(key, x.shape) >= p, x / (1 - p), 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, key, ctx.p = inputs
+        ctx.save_for_backward(key)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Dropout.apply(grads[0], *ctx.saved_tensors, ctx.p), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, key: Tensor, p: float) -> Any:
+        return element_ops.dropout(*_stacked(info, in_dims, x, key), p), 0
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, side: int) -> Tensor:
+        return functional.max_pool2d(x, side)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.side = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _MaxPoolGrad.apply(*ctx.saved_tensors, grads[0], ctx.side), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, side: int) -> Any:
+        return element_ops.max_pool(*_stacked(info, in_dims, x), side), 0
+
+
+class _MaxPoolGrad(_FirstOrder):
+    @staticmethod
+    def forward(x: Tensor, dy: Tensor, side: int) -> Tensor:
+        return element_ops.max_pool_grad(x.unsqueeze(0), dy.unsqueeze(0), side).squeeze(0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, dy: Tensor, side: int) -> Any:
+        return element_ops.max_pool_grad(*_stacked(info, in_dims, x, dy), side), 0
+
+
 class StackConv2d(nn.Conv2d):
     """A Conv2d whose mapping over clients is one kernel."""
 
@@ -163,8 +215,27 @@ class StackGlobalPool(nn.AdaptiveAvgPool2d):
         return input.mean((-2, -1), keepdim=True)
 
 
+class StackMaxPool(nn.MaxPool2d):
+    """Maxima of windows side by side, in one pass; which was the largest is found again for the gradient."""
+
+    dense = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Any = _MaxPool.apply(input, _side(self))
+        return y.contiguous() if self.dense else y
+
+
+class StackDropout(KeyedDropout):
+    """A keyed dropout in one pass, forward and backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p in (0, 1):
+            return super().forward(x)
+        return _Dropout.apply(x, self.next_key(), self.p)
+
+
 def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
-    """Let plain convolutions, batch norms and global poolings run as stack operators; returns how many changed.
+    """Let plain convolutions, batch norms, poolings and dropouts run as stack operators; returns how many changed.
 
     Only exact types change: a subclass may compute something else. Tensors and keys stay. With `narrow` (bfloat16)
     convolutions round their inputs and hand on what is narrow; every other layer with parameters is given its own
@@ -181,6 +252,11 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
             module.__class__ = StackBatchNorm2d
         elif type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
             module.__class__ = StackGlobalPool
+        elif type(module) is nn.MaxPool2d and _side(module):
+            module.__class__ = StackMaxPool
+            vars(module).update(dense=dense)
+        elif type(module) is KeyedDropout and module.spatial == 0:
+            module.__class__ = StackDropout
         else:
             if narrow is not None and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(_widen)
@@ -203,3 +279,11 @@ def _plain(conv: nn.Conv2d) -> bool:
         and not isinstance(conv.padding, str)
         and conv.padding_mode == "zeros"
     )
+
+
+def _side(pool: nn.MaxPool2d) -> int:
+    """The side of a pooling's square windows that lie side by side; 0 for any other pooling."""
+    side, stride = pool.kernel_size, pool.stride
+    sides = {*(side if isinstance(side, tuple) else (side,)), *(stride if isinstance(stride, tuple) else (stride,))}
+    bare = pool.padding in (0, (0, 0)) and pool.dilation in (1, (1, 1)) and not (pool.ceil_mode or pool.return_indices)
+    return sides.pop() if bare and len(sides) == 1 else 0

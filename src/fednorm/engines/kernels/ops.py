@@ -83,28 +83,38 @@ def images(pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tenso
 
 
 @torch.library.custom_op("fednorm::conv", mutates_args=())
-def conv(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> Tensor:
-    """A convolution with weights per client."""
+def conv(
+    x: Tensor, w: Tensor, stride: int, padding: list[int], bias: Tensor | None = None, relu: bool = False
+) -> Tensor:
+    """A convolution with weights per client, with a bias (client, channel) and a ReLU behind it."""
     if kernels_fit(x):
-        from fednorm.engines.kernels.conv import run_conv
-
-        size, shape = _out_size(x, w, stride, padding), _shape(w, stride, padding)
-        return channels_second(run_conv(channels_last(x), _filters(w), size, shape)[0])
+        return _conv_kernel(x, w, stride, padding, bias, relu, moments=False)[0]
     clients = len(w)
     y = functional.conv2d(_merge_groups(x), w.flatten(0, 1).to(x.dtype), None, stride, padding, 1, clients)
-    return channels_second(channels_last(_split_groups(y, clients)))
+    y = _split_groups(y, clients)
+    y = y if bias is None else y + _spread(bias).to(y.dtype)
+    return channels_second(channels_last(y.relu() if relu else y))
+
+
+def _conv_kernel(
+    x: Tensor, w: Tensor, stride: int, padding: list[int], bias: Tensor | None, relu: bool, moments: bool
+) -> tuple[Tensor, Tensor]:
+    from fednorm.engines.kernels.conv import run_conv
+
+    size, shape = _out_size(x, w, stride, padding), _shape(w, stride, padding)
+    offset = None if bias is None else _rows(bias)
+    y, parts = run_conv(channels_last(x), _filters(w), size, shape, bias=offset, relu=relu, moments=moments)
+    return channels_second(y), parts
 
 
 @torch.library.custom_op("fednorm::conv_moments", mutates_args=())
-def conv_moments(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> tuple[Tensor, Tensor]:
+def conv_moments(
+    x: Tensor, w: Tensor, stride: int, padding: list[int], bias: Tensor | None = None, relu: bool = False
+) -> tuple[Tensor, Tensor]:
     """A convolution, and (client, part, 2, channel): mean and squared deviations of the pixels of each part."""
     if kernels_fit(x):
-        from fednorm.engines.kernels.conv import run_conv
-
-        size, shape = _out_size(x, w, stride, padding), _shape(w, stride, padding)
-        y, parts = run_conv(channels_last(x), _filters(w), size, shape, moments=True)
-        return channels_second(y), parts
-    y = conv(x, w, stride, padding)
+        return _conv_kernel(x, w, stride, padding, bias, relu, moments=True)
+    y = conv(x, w, stride, padding, bias, relu)
     chunks = channels_last(y).flatten(1, 3).to(master_type(y)).split(part_rows(w.shape[2], w.shape[1]), 1)
     moments = [torch.stack([c.mean(1), (c - c.mean(1, True)).square().sum(1)], 1) for c in chunks]
     return y, torch.stack(moments, 1)
@@ -228,12 +238,14 @@ def _(pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, si
 
 
 @conv.register_fake
-def _(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> Tensor:
+def _(x: Tensor, w: Tensor, stride: int, padding: list[int], bias: Tensor | None = None, relu: bool = False) -> Tensor:
     return _laid_out(x, *x.shape[:2], w.shape[1], *_out_size(x, w, stride, padding))
 
 
 @conv_moments.register_fake
-def _(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, w: Tensor, stride: int, padding: list[int], bias: Tensor | None = None, relu: bool = False
+) -> tuple[Tensor, Tensor]:
     height, width = _out_size(x, w, stride, padding)
     parts = -(-x.shape[1] * height * width // part_rows(w.shape[2], w.shape[1]))
     moments = x.new_empty(len(x), parts, 2, w.shape[1], dtype=master_type(x))
