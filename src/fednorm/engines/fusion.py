@@ -41,6 +41,8 @@ def trace(function: Callable[..., Any], *examples: Any) -> GraphModule:
 def fuse(traced: GraphModule) -> GraphModule:
     """The graph with the elementwise neighbours of batch norms and input gradients taken in."""
     secretive = any(node.target in _SECRETIVE for node in traced.graph.nodes)
+    if not secretive:
+        _share_results(traced.graph)
     for target, rewrite in _REWRITES if secretive else (*_COPIES, *_REWRITES):
         for node in list(traced.graph.nodes):
             if node.target is target:
@@ -49,6 +51,18 @@ def fuse(traced: GraphModule) -> GraphModule:
     traced.graph.lint()
     traced.recompile()
     return traced
+
+
+def _share_results(graph: Graph) -> None:
+    """What is computed twice from the same is computed once."""
+    seen: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and str(node.target).startswith("aten."):
+            # As text, in which 1, 1.0 and True are not equal.
+            same = seen.setdefault(repr((str(node.target), node.args, node.kwargs)), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
 
 
 def _take_in_residual_and_relu(graph: Graph, norm: Node) -> None:
