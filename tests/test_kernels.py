@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from fednorm.engines.kernels.layers import StackBatchNorm2d, StackConv2d, use_kernels
+from fednorm.layers.keyed import KeyedDropout, number_keyed_layers
 from fednorm.layers.ws_conv import WSConv2d
 from fednorm.models import build
 from fednorm.state import entries
@@ -62,8 +63,25 @@ def test_a_stack_of_clients_has_the_gradients_of_torchs_own_layers(name: str) ->
         assert torch.allclose(rest[key], value, atol=1e-12), key
 
 
+def test_poolings_and_dropouts_have_the_gradients_of_the_layers_they_replace() -> None:
+    """Windows that leave a pixel over, equal maxima behind a ReLU, and the same numbers drawn for each client."""
+    layers = [nn.Conv2d(1, 6, 2), nn.ReLU(), nn.MaxPool2d(2), KeyedDropout(0.25), nn.Conv2d(6, 6, 2), nn.ReLU()]
+    layers += [nn.MaxPool2d((2, 2), stride=(2, 2)), nn.Flatten(), KeyedDropout(0.5), nn.Linear(24, 10)]
+    model = nn.Sequential(*layers).double().train()
+    number_keyed_layers(model)
+    swapped = copy.deepcopy(model)
+    assert use_kernels(swapped) == 6
+    (grads, losses, _), (expected, wanted, _) = gradients(swapped), gradients(model)
+    assert len(set(losses.tolist())) == CLIENTS
+    assert torch.allclose(losses, wanted, atol=1e-12)
+    for key, value in expected.items():
+        assert torch.allclose(grads[key], value, atol=1e-10), key
+
+
 def test_outside_a_mapping_the_layers_are_torchs() -> None:
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=True), nn.BatchNorm2d(4)).double().train()
+    layers = [nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=True), nn.BatchNorm2d(4), nn.MaxPool2d(2), KeyedDropout()]
+    plain = nn.Sequential(*layers).double().train()
+    number_keyed_layers(plain)
     swapped = copy.deepcopy(plain)
     use_kernels(swapped)
     x = torch.randn(5, 3, 9, 9, dtype=torch.float64, requires_grad=True)
@@ -78,6 +96,7 @@ def test_outside_a_mapping_the_layers_are_torchs() -> None:
 
 def test_only_plain_layers_are_swapped() -> None:
     special = [nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, dilation=2), nn.Conv2d(4, 4, 3, padding="same")]
+    special += [nn.MaxPool2d(3, 2), nn.MaxPool2d(2, padding=1), nn.MaxPool2d(2, ceil_mode=True), KeyedDropout(0.5, 2)]
     model = nn.Sequential(*special, WSConv2d(4, 4, 3), nn.SyncBatchNorm(4))
     assert use_kernels(model) == 0
     assert not any(isinstance(module, StackConv2d | StackBatchNorm2d) for module in model.modules())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import tiny
 from fednorm.engines.kernels.layers import use_kernels
+from fednorm.engines.program import Program, Rows
 from fednorm.engines.rounds import Run
 from fednorm.registry import known_methods
+from fednorm.state import Tree
 from fednorm.store import Store
 from test_stacked import PAIRS, assert_same_clients, gap
 
@@ -61,6 +64,53 @@ def test_checkpoints_come_at_the_rounds_the_config_names(monkeypatch: pytest.Mon
     data = tiny.federation((8, 8, 8))
     on_device("fedavg", data=data, rounds=20, eval__every=20, engine__checkpoint_every=7)
     assert committed == [0, 7, 14, 20]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_steps_move_the_clients_in_place(momentum: float) -> None:
+    """Nothing is copied back after a step; the numbers are those of the tests above, which play the same programs."""
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 1, "train__local_steps": 3, "train__momentum": momentum}
+    run = on_device("fedavg", **changes)
+    assert run.seat is not None
+    (exchange,) = run.seat.resident._exchanges.values()
+    kinds = {key.partition(":")[0] for key in exchange._programs["step"]._in_place}
+    assert kinds == ({"params", "buffers"} if momentum else {"params"})
+
+
+def test_old_values_that_are_read_later_are_not_written_over() -> None:
+    """A step that hands on what it read, as a program with probes of its own might."""
+    state = {"w": torch.ones(2, 3), "seen": torch.zeros(2, 3), "lr": torch.full((2,), 0.5)}
+
+    def step(state: Tree) -> tuple[Tree, Rows]:
+        grad, zero = torch.full_like(state["w"], 2.0), torch.zeros_like(state["lr"])
+        new, _ = torch.ops.fednorm.sgd(state["w"], [grad], None, state["lr"], zero, zero)
+        return {"w": new, "seen": state["w"] + 0}, {}
+
+    program = Program(step, state)
+    program()
+    assert not program._in_place
+    assert state["w"].eq(0).all()
+    assert state["seen"].eq(1).all()
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedadam"])
+def test_a_stop_leaves_what_was_under_way_behind(method: str) -> None:
+    """Rows come while later rounds are played; a stop finishes those, and the rest is played to the same bits."""
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 40, "eval__every": 10, "train__local_steps": 1}
+    whole = on_device(method, **changes)
+    store = Store()
+    first = Run(tiny.plan(method, engine__name="stacked", **changes), store)
+    for told in first.rounds():
+        if told["round"] == 3:
+            break
+    first.stop()
+    assert first.round > 3
+    assert [row["round"] for row in store.rows()] == list(range(1, first.round + 1))
+    assert all("train_loss" in row for row in store.rows())
+    second = Run(first.plan, store)
+    list(second.rounds())
+    assert second.round == 40
+    assert all(torch.equal(value, second.server[key]) for key, value in whole.server.items())
 
 
 def test_rounds_of_ever_new_shapes_make_no_programs_for_ever() -> None:

@@ -223,7 +223,8 @@ class Run:
         return scores
 
     def _scores(self, phase: Phase) -> Scores:
-        self._bring_home()
+        if self.seat and self.seat.resident.holds_local:
+            self._bring_home()
         self.ranks.collect(self.store)
         return evaluate(self.plan, phase, self.server, self.store) if self.ranks.first else {}
 
@@ -402,8 +403,8 @@ def play_together(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError
 
 
 def _comes_late(run: Run) -> bool:
-    """Whether the last round's reports are still on the device, and nothing of it was looked at."""
-    return not run.unsettled or (isinstance(run.reports, LateReports) and "eval" not in run.unsettled[-1][0])
+    """Whether the last round's reports are still on the device."""
+    return isinstance(run.reports, LateReports)
 
 
 def _send_reports(run: Run) -> None:

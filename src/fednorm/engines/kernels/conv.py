@@ -173,7 +173,7 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     clients, batch, height, width, ins = x.shape
     out_height, out_width, outs = dy.shape[2:]
     terms = ins * shape.kernel_h * shape.kernel_w
-    tile, programs = weight_tile(terms, outs)
+    tile, programs = weight_tile(terms, outs, x.dtype == torch.float32)
     block_out = out_block(outs)
     places = triton.cdiv(terms, tile.terms) * triton.cdiv(outs, block_out)
     # Enough programs to fill the chip, and no fewer than a few turns for each.

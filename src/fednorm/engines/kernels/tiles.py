@@ -35,7 +35,9 @@ def conv_tile(ins: int, outs: int) -> Tile:
     return Tile(pixels=4096 // block, terms=terms, warps=2 if block == 16 else 4, stages=3)
 
 
-def weight_tile(terms: int, outs: int) -> tuple[Tile, int]:
-    """The cut of a gradient of weights, and how many programs should share the work."""
-    wanted = min(64, max(16, power_of_2(terms)))
-    return (Tile(64, wanted, 2, 2), 1056) if out_block(outs) == 16 else (Tile(32, wanted, 4, 3), 264)
+def weight_tile(terms: int, outs: int, wide: bool) -> tuple[Tile, int]:
+    """The cut of a gradient of weights, and how many programs should share the work; `wide` numbers have 4 bytes."""
+    most = min(64, max(16, power_of_2(terms)))
+    if out_block(outs) == 16:
+        return Tile(64, most, 2, 2), 1056
+    return (Tile(64, min(32, most), 4, 3), 1056) if wide else (Tile(64, most, 4, 3), 528)
