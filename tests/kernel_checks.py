@@ -167,7 +167,7 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     for case in ((3, 16, 1, 1, 3, 8), (16, 32, 2, 1, 3, 8), (70, 20, 1, 1, 3, 4), (16, 32, 2, 0, 1, 8)):
         y, parts = check_conv(*case)
-        for moments in (None, (parts, conv_tile(*case[:2]).pixels)):
+        for moments in (None, (parts, conv_tile(*case[:2], wide=True).pixels)):
             check_norm(y, moments, training=True)
         check_norm(y, None, training=False)
     for spec in ("none", "crop(2)+flip", "flip+rotate(20)+crop(1)", "crop(2)+window(8)+rotate(30)"):

@@ -133,8 +133,8 @@ def _share_moments(graph: Graph, norm: Node) -> None:
     conv, training = norm.args[0], norm.args[6]
     if not training or not isinstance(conv, Node) or conv.target is not _own.conv.default:
         return
-    y, w = conv.meta["val"], conv.args[1].meta["val"]  # type: ignore[union-attr]
-    rows = ops.part_rows(w.shape[2], w.shape[1])
+    x, w = (each.meta["val"] for each in conv.args[:2])  # type: ignore[union-attr]
+    y, rows = conv.meta["val"], ops.part_rows(x, w)
     if y.numel() // (y.shape[0] * y.shape[2]) > MOST_PARTS * rows:
         return
     with graph.inserting_before(conv):

@@ -153,7 +153,7 @@ def run_conv(
     outs, ins = (ins, filters) if backward else (filters, ins)
     _, batch, height, width, _ = x.shape
     y = x.new_empty(clients, batch, *size, outs)
-    tile = conv_tile(ins, outs)
+    tile = conv_tile(ins, outs, x.dtype == torch.float32)
     tiles = triton.cdiv(batch * size[0] * size[1], tile.pixels)
     parts = torch.empty((clients, tiles, 2, outs) if moments else (0,), dtype=torch.float32, device=x.device)
     block_out = out_block(outs)

@@ -28,9 +28,11 @@ def out_block(outs: int) -> int:
     return min(64, max(16, power_of_2(outs)))
 
 
-def conv_tile(ins: int, outs: int) -> Tile:
-    """The cut of a convolution with so many channels: more pixels where there are few channels."""
+def conv_tile(ins: int, outs: int, wide: bool) -> Tile:
+    """The cut of a convolution with so many channels: more pixels where there are few; `wide` numbers have 4 bytes."""
     block = out_block(outs)
+    if wide and ins >= 16 and block > 16:
+        return Tile(pixels=8192 // block, terms=16, warps=256 // block, stages=3)
     terms = 32 if ins < 16 else min(64, power_of_2(ins))
     return Tile(pixels=4096 // block, terms=terms, warps=2 if block == 16 else 4, stages=3)
 
