@@ -34,7 +34,7 @@ from fednorm.engines.workers import usable_cores
 
 CPU = torch.device("cpu")
 PLAIN = ("plain, 1 thread", "plain, all threads")
-PAIRS = 20
+PAIRS = 60
 """Pairs of rounds for each timing of a variant, at one step a round, from which the overhead is taken."""
 OURS = "auto"
 
