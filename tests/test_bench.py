@@ -161,20 +161,48 @@ def test_bursts_do_not_change_the_time_of_a_round(seconds: float, sizes: list[in
     assert steady_seconds(started, at) == pytest.approx(seconds, rel=1e-6)
 
 
+class Course:
+    """Rounds of 2 s each on a device with a clock of its own; the first takes 100 s more, as one that compiles.
+
+    With `ahead`, rows of a burst are told while the device is at work on the next.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], ahead: bool) -> None:
+        self.now, self.done_at = 0.0, 0.0
+        self.round = 0
+        self.unsettled: list[float] = []
+        self._sizes, self._ahead = cycle(sizes), ahead
+
+    def rounds(self) -> Iterator[dict[str, int]]:
+        told = 0
+        while True:
+            size = next(self._sizes)
+            for _ in range(size):
+                begun = max(self.now, self.done_at)
+                self.done_at = begun + 2.0 + (100.0 if self.round == 0 else 0.0)
+                self.round += 1
+                self.unsettled.append(self.done_at)
+            settled = self.unsettled[: len(self.unsettled) - size] if self._ahead else self.unsettled
+            self.unsettled = self.unsettled[len(settled) :]
+            if settled:
+                self.now = max(self.now, settled[-1])
+            for _ in settled:
+                told += 1
+                yield {"round": told}
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one after the other", "told while the next are played"])
 @pytest.mark.parametrize("sizes", [(1,), (7,), (5, 1, 30)])
-def test_a_course_counts_whole_bursts(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of 2 s on a clock of our own; the first burst takes longer, as one that compiles."""
-    now = [0.0]
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def rows() -> Iterator[int]:
-        for number, size in enumerate(cycle(sizes)):
-            now[0] += 2.0 * size + (100.0 if number == 0 else 0.0)
-            yield from range(size)
-
-    play = course_of(rows(), CPU)
+def test_a_course_counts_what_was_done_while_it_was_timed(
+    sizes: tuple[int, ...], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = Course(sizes, ahead)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: course.now))
+    play = course_of(course)
     play(0.0)
-    assert [play(seconds) for seconds in (0.1, 50.0, 500.0)] == [2.0, 2.0, 2.0]
+    for seconds in (0.1, 50.0, 500.0):
+        course.now += 1000.0  # others are timed; the device finishes what it had
+        assert play(seconds) == 2.0
 
 
 def test_too_few_rows_say_nothing() -> None:

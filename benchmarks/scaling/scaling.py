@@ -62,7 +62,7 @@ def tiny_engine(clients: int, name: str) -> Play:
     settings |= {"train.local_steps": 1, "train.batch_size": BATCH, "train.lr": 0.01, "train.momentum": 0.0}
     settings |= {"engine.name": name, "engine.device": "cpu"}
     plan = make_plan(updated(RunConfig(), settings), model=tiny_network(), federation=tiny_data(clients))
-    return course_of(Run(plan, Store()).rounds(), torch.device("cpu"))
+    return course_of(Run(plan, Store()))
 
 
 def tiny_loop(clients: int) -> Play:

@@ -99,7 +99,7 @@ def engine(model: str, data: Federation, name: str, precision: str, local_steps:
         with backends(precision, search=None):  # cuDNN as the run itself sets it
             if not course:
                 plan = make_plan(config, federation=data)
-                course.append(course_of(Run(plan, Store()).rounds(), device))
+                course.append(course_of(Run(plan, Store())))
             return course[0](seconds) / local_steps
 
     return play

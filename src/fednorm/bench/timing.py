@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,15 @@ TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 Play = Callable[[float], float]
 """Plays for about so many seconds, and returns the seconds of one unit (a step, a round); for 0, only warms up."""
 Tell = Callable[[str], None]
+
+
+class Run(Protocol):
+    """What is needed of a `fednorm.engines.rounds.Run` to time it."""
+
+    round: int
+    unsettled: list[Any]
+
+    def rounds(self) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -136,30 +145,31 @@ def repeated(unit: Callable[[], object], device: torch.device) -> Play:
     return play
 
 
-def course_of(rows: Iterator[Any], device: torch.device) -> Play:
-    """Plays on in a run's rounds, however its rows come: one by one, or a GPU's in bursts.
+def course_of(run: Run) -> Play:
+    """Plays on in a run's rounds. Rows come one by one, or a GPU's in bursts, while it plays the next.
 
-    Rows of a burst were finished together: the wait for the first of them was for all. How many they are shows when the
-    next burst begins, so each call ends there, and the next call counts what was waited for then.
+    The clock runs from the end of one burst to that of another, with the GPU at work all the time between. What it
+    finished before, while others were timed, is left out.
     """
-    waited = 0.0
+    rows = run.rounds()
+
+    def burst() -> tuple[float, int]:
+        """When the next burst was finished, and of how many rounds it was."""
+        row = next(rows)
+        moment, first = time.perf_counter(), row["round"]
+        while row["round"] < run.round - len(run.unsettled):
+            row = next(rows)
+        return moment, row["round"] - first + 1
 
     def play(seconds: float) -> float:
-        nonlocal waited
-        bursts, total, count, size = 0, 0.0, 0, 1
-        synchronize(device)
-        while True:
-            asked = time.perf_counter()
-            next(rows)
-            wait = time.perf_counter() - asked
-            if wait < 0.1 * waited / size:  # even a burst of one round takes longer
-                size += 1
-                continue
-            bursts, total, count = bursts + 1, total + waited, count + size
-            waited, size = wait, 1
-            # A run's first burst also compiles and captures: to warm up is to leave it behind.
-            if (total >= seconds > 0) or (seconds == 0 and bursts == 2):
-                return total / count
+        started, _ = burst()
+        if run.unsettled:
+            started, _ = burst()
+        now, count = started, 0
+        while count == 0 or now - started < seconds:
+            now, size = burst()
+            count += size
+        return (now - started) / count
 
     return play
 
