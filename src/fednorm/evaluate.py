@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,30 +30,63 @@ Scores = dict[str, dict[str, Any]]
 Adapt = Callable[[Tree, Tensor], Tree]
 
 
+MOST_NUMBERS = 1 << 26
+"""Numbers of a model's output that are kept at a time."""
+
+
 def score_rows(
     plan: Plan, state: Tree, pool: tuple[Tensor, Tensor], rows: Tensor | None = None, adapt: Adapt | None = None
 ) -> Sums:
-    """The task's sums of a model on some rows of a pool (test or training), or on all of it.
+    """The task's sums of a model on some rows of a pool (test or training), or on all of it, on the host.
 
     `adapt` may move the state before each batch, which then has the size of a training batch.
     """
+    total: Sums = {}
+    for output, y in _outputs(plan, state, pool, rows, adapt):
+        for name, value in plan.task.score(output, y).items():
+            total[name] = total[name] + value if name in total else value
+    return _on_host([total])[0]
+
+
+def score_groups(plan: Plan, state: Tree, pool: tuple[Tensor, Tensor], groups: Sequence[Tensor]) -> list[Sums]:
+    """`score_rows` of one model for each of many groups of rows; a row goes through the model once, whoever has it."""
+    rows = torch.unique(torch.cat(list(groups)))
+    kept: list[Tensor] = []
+    for output, _ in _outputs(plan, state, pool, rows):
+        if output[0].numel() * len(rows) > MOST_NUMBERS:
+            return [score_rows(plan, state, pool, group) for group in groups]
+        kept.append(output)
+    outputs, labels = torch.cat(kept), pool[1]
+    places = torch.empty(len(labels), dtype=torch.int64).index_copy_(0, rows, torch.arange(len(rows)))
+    each = ((places[group].to(labels.device), group.to(labels.device)) for group in groups)
+    return _on_host([plan.task.score(outputs[place], labels[group]) for place, group in each])
+
+
+def _outputs(
+    plan: Plan, state: Tree, pool: tuple[Tensor, Tensor], rows: Tensor | None, adapt: Adapt | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(output, labels) of a model, chunk by chunk."""
     x, y = pool
     count = len(x) if rows is None else len(rows)
     size = plan.config.train.batch_size if adapt else plan.config.eval.chunk
-    total: Sums = {}
     state = {key: state[key] for key in plan.prepared.facts.entries}
     model = plan.prepared.model.eval()
-    with torch.no_grad():
-        for start in range(0, count, size):
-            stop = min(count, start + size)
-            part: Any = slice(start, stop) if rows is None else rows[start:stop].to(x.device)
+    for start in range(0, count, size):
+        stop = min(count, start + size)
+        part: Any = slice(start, stop) if rows is None else rows[start:stop].to(x.device)
+        with torch.no_grad():
             inputs = plan.batches.inputs(x[part])
             if adapt and stop - start > 1:
                 state = adapt(state, inputs)
             output = functional_call(model, state, (inputs,))
-            for name, value in plan.task.score(output, y[part]).items():
-                total[name] = total[name] + value if name in total else value
-    return total
+        yield output, y[part]
+
+
+def _on_host(totals: Sequence[Sums]) -> list[Sums]:
+    """Sums as numbers of the host; all of a name at once, since each question to a GPU costs more than its answer."""
+    names = list(totals[0])
+    columns = [torch.stack([total[name] for total in totals]).cpu().unbind() for name in names]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)] if names else list(totals)
 
 
 def scored(plan: Plan, clients: Sequence[int]) -> tuple[Sequence[int], dict[str, str]]:
@@ -85,23 +118,28 @@ def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:
     personal = plan.method.data == "each" and bool(average)
     own_weights = Kind.WEIGHT in {schema[key][0].kind for key in average}
 
-    def model_of(client: int) -> Tree:
-        return client_model(plan, phase, server, store, client, average) if personal else newcomer
+    def personal_model(client: int) -> Tree:
+        return client_model(plan, phase, server, store, client, average)
+
+    model_of = personal_model if personal else None
 
     def mean_over(
         clients: Sequence[int],
         pool: tuple[Tensor, Tensor],
         rows: Sequence[Tensor],
-        model: Callable[[int], Tree],
+        model: Callable[[int], Tree] | None,
         note: dict[str, str],
         adapt: Adapt | None = None,
     ) -> dict[str, Any]:
+        """Scores of each client's model, or with None of the newcomer's, on each client's rows."""
         metric = plan.task.metric
-        scores = {
-            client: plan.task.summary(score_rows(plan, model(client), pool, own, adapt))[metric]
-            for client, own in zip(clients, rows, strict=True)
-            if len(own)
-        }
+        own = {client: some for client, some in zip(clients, rows, strict=True) if len(some)}
+        if model is None and adapt is None:
+            sums = score_groups(plan, newcomer, pool, list(own.values()))
+        else:
+            states = ((newcomer if model is None else model(client), some) for client, some in own.items())
+            sums = [score_rows(plan, state, pool, some, adapt) for state, some in states]
+        scores = {client: plan.task.summary(total)[metric] for client, total in zip(own, sums, strict=True)}
         mean = sum(scores.values()) / len(scores)
         return {metric: mean, "worst": min(scores.values()), "per_client": scores, **note}
 
@@ -129,7 +167,7 @@ def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:
             unseen,
             test,
             [federation.own_test[c] for c in unseen],
-            lambda c: reestimated(plan, phase, newcomer, c) if rule.rule == "reestimate" else newcomer,
+            (lambda c: reestimated(plan, phase, newcomer, c)) if rule.rule == "reestimate" else None,
             about,
             (lambda state, x: tracked(spec, state, x, rule.momentum)) if rule.rule == "track" else None,
         )

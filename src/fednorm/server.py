@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fednorm.errors import ConfigError
 from fednorm.method import Phase
+from fednorm.pieces.merges import ALIKE, Merge
 from fednorm.pieces.reductions import cohort
-from fednorm.pieces.weights import Report, Reports
+from fednorm.pieces.weights import Report, Reports, Weigh
 from fednorm.state import Entry, Kind, Policy, Tree
 
 Schema = Mapping[str, tuple[Entry, Policy]]
@@ -47,13 +48,34 @@ def flaw(update: Update, schema: Schema) -> str | None:
     return flaws([update], schema)[0]
 
 
-def flaws(updates: Sequence[Update], schema: Schema) -> list[str | None]:
-    """The `flaw` of each update; one question to the device for many, where they are small and all is well."""
+class Stacks:
+    """The entries that some clients share, each stacked over them, ascending by client id.
+
+    Small stacks are kept: those who check the updates and those who merge them both ask.
+    """
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self.updates = sorted(updates, key=lambda update: update.client)
+        self._kept: Tree = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self._kept:
+            return self._kept[key]
+        stack = torch.stack([update.shared[key] for update in self.updates])
+        if stack.numel() <= KEPT_SIZE:
+            self._kept[key] = stack
+        return stack
+
+
+KEPT_SIZE = 1 << 20
+"""Numbers of a stack that is kept."""
+
+
+def flaws(updates: Sequence[Update], schema: Schema, stacks: Stacks | None = None) -> list[str | None]:
+    """The `flaw` of each update; one question to the device for all, where all is well."""
     expected = {key: schema[key][0] for key in keys_with(schema, Policy.SHARED)}
     found = [_misfit(update, expected) for update in updates]
-    fitting = [update.shared for update, why in zip(updates, found, strict=True) if why is None]
-    some = max(1, GROUP_SIZE // max(1, sum(entry.size for entry in expected.values())))
-    if all(_all_healthy(fitting[start : start + some], expected) for start in range(0, len(fitting), some)):
+    if not any(found) and (not updates or _all_healthy(stacks or Stacks(updates), expected)):
         return found
     return [why or _ailment(update.shared, expected) for update, why in zip(updates, found, strict=True)]
 
@@ -73,19 +95,15 @@ def _misfit(update: Update, expected: Mapping[str, Entry]) -> str | None:
     return None
 
 
-def _all_healthy(trees: Sequence[Tree], entries: Mapping[str, Entry]) -> bool:
-    """Whether all values surely can be used, by their sum, and the least of those that cannot be negative.
+def _all_healthy(stacks: Stacks, entries: Mapping[str, Entry]) -> bool:
+    """Whether all values surely can be used, by their sums, and the least of those that cannot be negative.
 
-    A number that is not finite makes the sum so. The sum of good ones may overflow: then each tensor must be asked.
+    A number that is not finite makes a sum so. The sum of good ones may overflow: then each tensor must be asked.
     """
-    real = [key for key, entry in entries.items() if entry.dtype.is_floating_point]
-    signed = [key for key, entry in entries.items() if _must_not_be_negative(entry)]
-    floats = [tree[key].flatten() for tree in trees for key in real]
-    total = [torch.cat(floats).sum().to(torch.float32)] if floats else []
-    positive = [tree[key].flatten().to(torch.float32) for tree in trees for key in signed]
-    least = [torch.cat(positive).amin()] if positive else []
-    told = torch.stack(total + least).tolist() if total or least else []
-    return all(map(math.isfinite, told)) and all(value >= 0 for value in told[len(total) :])
+    sums = [stacks[key].sum().to(torch.float64) for key, entry in entries.items() if entry.dtype.is_floating_point]
+    least = [stacks[key].amin().to(torch.float64) for key, entry in entries.items() if _must_not_be_negative(entry)]
+    told = torch.stack(sums + least).tolist() if sums or least else []
+    return all(map(math.isfinite, told)) and all(value >= 0 for value in told[len(sums) :])
 
 
 def _ailment(tree: Tree, entries: Mapping[str, Entry]) -> str | None:
@@ -118,23 +136,23 @@ def merge_updates(
     schema: Schema,
     memory: Tree,
     reports: Sequence[Report] | None = None,
+    stacks: Stacks | None = None,
 ) -> tuple[Tree, Tree]:
     """The server's next state and memory: shared entries merged by their kinds' rules, all others kept.
 
     Updates are sorted by client id first, so their order of arrival cannot change a bit. `reports` are those of the
-    whole cohort, where the updates are only a part of its (`reductions.Cohort`).
+    whole cohort, where the updates are only a part of its (`reductions.Cohort`). `stacks` are those of the updates,
+    where somebody made them before.
     """
     reports = [update.report for update in updates] if reports is None else reports
     if not reports:
         raise ConfigError("there are no updates to merge; at least one client must take part")
-    updates = sorted(updates, key=lambda update: update.client)
     keys = keys_with(schema, Policy.SHARED)
     device = (updates[0].shared if updates else server)[keys[0]].device if keys else torch.device("cpu")
+    stacks = stacks or Stacks(updates)
 
     def stacked(key: str) -> Tensor:
-        if updates:
-            return torch.stack([update.shared[key] for update in updates])
-        return server[key].new_empty(0, *server[key].shape)
+        return stacks[key] if updates else server[key].new_empty(0, *server[key].shape)
 
     vectors = Reports.of(sorted(reports, key=lambda report: report.client), device)
     merged, remembered = merge_stack(phase, server, _Lazy(keys, stacked), vectors, schema, memory)
@@ -151,13 +169,22 @@ def merge_stack(
     """
     merged, remembered = dict(server), dict(memory)
     kinds: dict[Kind, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
-    for key in keys_with(schema, Policy.SHARED):
+    for key in shared:
         entry = schema[key][0]
         kinds[entry.kind][entry.layer].append(entry)
     held, whole = _by_place(memory), cohort()
+    common: dict[Weigh, Tensor] = {}  # weights that do not look at what was sent are the same for all kinds
+    alike: dict[tuple[Merge, Weigh, torch.dtype], list[Entry]] = defaultdict(list)
     for kind, layers in kinds.items():
+        rule, weigh = phase.merge[kind], phase.weigh[kind]
         sent = _Lazy(layers, lambda layer, of=layers: {e.part: whole.gathered(shared[e.key]) for e in of[layer]})
-        weights = whole.own(phase.weigh[kind](reports, sent))
+        weights = common[weigh] if weigh in common else whole.own(weigh(reports, sent))
+        if not sent.asked:
+            common[weigh] = weights
+            if rule in ALIKE:
+                for entry in (entry for entries in layers.values() for entry in entries):
+                    alike[rule, weigh, entry.dtype].append(entry)
+                continue
         places = {layer: f"{phase.name}|{layer}|{kind}" for layer in layers}
         for group in _alike(layers, {layer: held[place] for layer, place in places.items()}):
             parts = _parts([layers[layer] for layer in group])
@@ -168,7 +195,7 @@ def merge_stack(
                 name: _joined([each[name] for each in mine], 0) if _part_of(name) in parts else value
                 for name, value in mine[0].items()
             }
-            new, left = phase.merge[kind](old, stack, weights, known)
+            new, left = rule(old, stack, weights, known)
             for part, entries in parts.items():
                 pieces = new[part].split_with_sizes([entry.size for entry in entries])
                 merged |= {e.key: piece.reshape(e.shape) for e, piece in zip(entries, pieces, strict=True)}
@@ -177,6 +204,12 @@ def merge_stack(
                 pieces = value.split([entry.size for entry in entries]) if entries else [value] * len(group)
                 for layer, piece in zip(group, pieces, strict=True):
                     remembered[f"{places[layer]}|{name}"] = piece
+    for (rule, weigh, dtype), entries in alike.items():
+        order = {key: place for place, key in enumerate(shared)}
+        for some in _no_more_than_fit(sorted(entries, key=lambda entry: order[entry.key])):
+            new = ALIKE[rule](_joined([shared[entry.key] for entry in some], 1), common[weigh]).to(dtype)
+            pieces = new.split_with_sizes([entry.size for entry in some])
+            merged |= {e.key: piece.reshape(e.shape) for e, piece in zip(some, pieces, strict=True)}
     return merged, remembered
 
 
@@ -198,6 +231,18 @@ def _alike(layers: Mapping[str, list[Entry]], memory: Mapping[str, Tree]) -> lis
         group.append(layer)
         room[look] = group, used + size
     return groups
+
+
+def _no_more_than_fit(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Entries in order, as many at a time as may be stacked."""
+    some: list[Entry] = []
+    for entry in entries:
+        if some and sum(each.size for each in some) + entry.size > GROUP_SIZE:
+            yield some
+            some = []
+        some.append(entry)
+    if some:
+        yield some
 
 
 def _parts(layers: Sequence[list[Entry]]) -> dict[str, list[Entry]]:
@@ -239,12 +284,16 @@ class _Lazy(Mapping[str, T]):
     def __init__(self, keys: Iterable[str], make: Callable[[str], T]) -> None:
         self._keys = list(keys)
         self._make = make
+        self.asked = False
 
     def __getitem__(self, key: str) -> T:
+        self.asked = True
         return self._make(key)
 
     def __iter__(self) -> Iterator[str]:
+        self.asked = True
         return iter(self._keys)
 
     def __len__(self) -> int:
+        self.asked = True
         return len(self._keys)

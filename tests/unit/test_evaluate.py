@@ -13,7 +13,7 @@ from torch.func import functional_call
 import tiny
 from fednorm.averages import averaged_local
 from fednorm.engines.rounds import Run
-from fednorm.evaluate import evaluate
+from fednorm.evaluate import MOST_NUMBERS, evaluate, score_groups, score_rows
 from fednorm.plan import Plan
 from fednorm.state import Kind, Tree
 from fednorm.store import ClientState
@@ -55,6 +55,32 @@ def test_the_global_model_is_scored_on_the_whole_test_set() -> None:
     assert pooled["accuracy"] == accuracy(run.plan, run.server)
     assert pooled["how"] == "global model"
     assert len(pooled["per_class"]) == tiny.NUM_CLASSES
+
+
+@pytest.mark.parametrize("most", [MOST_NUMBERS, 1], ids=["outputs kept", "outputs too large to keep"])
+def test_groups_of_rows_are_scored_as_each_alone(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that share rows, hold some twice, or leave some out; chunks that end inside them."""
+    monkeypatch.setattr("fednorm.evaluate.MOST_NUMBERS", most)
+    run = tiny.play(tiny.plan("fedavg", eval__chunk=5))
+    pool = run.plan.federation.test_x, run.plan.federation.test_y
+    groups = [torch.tensor(rows) for rows in ([0, 1, 2, 7, 8, 9, 10], [2, 2, 11], [9, 0])]
+    for found, group in zip(score_groups(run.plan, run.server, pool, groups), groups, strict=True):
+        alone = score_rows(run.plan, run.server, pool, group)
+        assert found.keys() == alone.keys()
+        assert all(torch.allclose(found[name], alone[name]) for name in alone)
+        assert int(found["count"].sum()) == len(group)
+
+
+def test_a_global_model_sees_a_row_once_however_many_clients_hold_it() -> None:
+    run = tiny.play(tiny.plan("fedavg"))
+    rows = torch.arange(len(run.plan.federation.test_y))
+    shared = replace(run.plan, federation=replace(run.plan.federation, own_test=(rows,) * 3))
+    seen: list[int] = []
+    hook = run.plan.prepared.model.register_forward_hook(lambda module, given, out: seen.append(len(out)))
+    found = evaluate(shared, run.plan.method.phases[-1], run.server, run.store)
+    hook.remove()
+    assert sum(seen) == 2 * len(rows)  # for the pooled score, and for all clients together
+    assert set(found["own_client"]["per_client"].values()) == {found["pooled"]["accuracy"]}
 
 
 def test_local_batch_norms_are_averaged_for_the_pooled_score_which_says_so(fedbn: Run) -> None:

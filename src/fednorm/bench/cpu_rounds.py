@@ -19,7 +19,7 @@ from fednorm.bench.timing import FOREVER
 from fednorm.client import training_mode
 from fednorm.config import RunConfig, updated
 from fednorm.data.federation import Federation, from_clients
-from fednorm.engines.base import start_state, step_spec, to_trees
+from fednorm.engines.base import parts_of, start_state, step_spec, to_trees
 from fednorm.engines.rounds import Run
 from fednorm.plan import Plan, make_plan
 from fednorm.store import Store
@@ -97,11 +97,12 @@ def bare_round(data: Federation, steps: int) -> Round:
     start = {key: laid_out(value) for key, value in start_state(plan, plan.schema(phase), plan.initial(), {}).items()}
     drawn = [[plan.batches.stream(client).batch(k) for k in range(steps)] for client in range(CLIENTS)]
     key = plan.batches.batch(0, 0)[2]
+    parts = parts_of(plan, phase)
 
     def play() -> None:
         with training_mode(plan.prepared.model, phase.rule.hold):
             for batches in drawn:
-                trees = to_trees(plan, phase, start)
+                trees = to_trees(parts, start)
                 params, buffers = trees.params, trees.buffers
                 rest = {key: value.clone() for key, value in trees.rest.items()}  # layers move statistics in place
                 for rows in batches:

@@ -71,6 +71,13 @@ def start_view(plan: Plan, schema: Schema, server: Tree, mine: Tree) -> Tree:
     return state
 
 
+def start_views(plan: Plan, schema: Schema, server: Tree, each: Sequence[Tree]) -> list[Tree]:
+    """`start_view` of many clients with these own states; what is not their own is the same tensors for all."""
+    common = start_view(plan, schema, server, {})
+    local = keys_with(schema, Policy.LOCAL)
+    return [{**common, **{key: mine[key].to(plan.device) for key in local if key in mine}} for mine in each]
+
+
 def step_spec(plan: Plan, phase: Phase, probing: bool) -> StepSpec:
     """The static part of a phase's step."""
     return StepSpec(
@@ -95,13 +102,13 @@ class Trees:
     buffers: Tree
 
 
-def to_trees(plan: Plan, phase: Phase, state: Tree) -> Trees:
-    """Sort a state into what is trained, what the optimizer keeps, and the rest.
+def to_trees(parts: Mapping[str, str], state: Tree) -> Trees:
+    """Sort a state into what is trained, what the optimizer keeps, and the rest, as `parts_of` names them.
 
-    It must be a copy made for the training: layers move their running statistics in place.
+    The rest must be copies made for the training: layers move their running statistics in place.
     """
     trees = Trees({}, {}, {})
-    for key, part in parts_of(plan, phase).items():
+    for key, part in parts.items():
         getattr(trees, part)[key] = state[key]
     return trees
 

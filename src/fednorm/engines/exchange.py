@@ -259,7 +259,9 @@ class Exchange:
         end = {key: v for part in _PARTS for key, v in self._stacks[part].rows(flats[part]).items()}
         losses = self._loss_summary(state)
         scalars = self._measured(state, flats)
-        each = (losses, scalars, {key: end[key] for key in keys_with(self.schema, Policy.SHARED)})
+        # In the order they lie in, so that what is merged together need not be moved.
+        shared = {key: value for key, value in end.items() if self.schema[key][1] is Policy.SHARED}
+        each = (losses, scalars, shared)
         by_run = [{key: value.unflatten(0, (self.runs, self.clients)) for key, value in tree.items()} for tree in each]
         server = self._of_runs("server", state)
         memory = {key: state[f"memory:{key}"].index_select(0, state["runs"]) for key in self.memory}

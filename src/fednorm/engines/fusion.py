@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -200,22 +200,44 @@ def _drop_clone(graph: Graph, node: Node) -> None:
 
 def _drop_rejoining(graph: Graph, cat: Node) -> None:
     """Entries of a split matrix that are joined again as they lay are a part of that matrix."""
-    pieces = [_piece(each) for each in cat.args[0]]  # type: ignore[union-attr]
-    splits = {piece[0] for piece in pieces if piece}
-    if len(splits) != 1 or None in pieces:
+    joined: Any = cat.args[0]
+    last = cat.meta["val"].dim() - 1
+    if cat.args[1:] != (last,):
         return
-    split = splits.pop()
-    source, sizes, dim = split.args
-    places = [piece[1] for piece in pieces if piece]
-    in_order = places == list(range(places[0], places[0] + len(places)))
-    if not in_order or (dim,) != cat.args[1:] or len(cat.meta["val"].shape) != len(source.meta["val"].shape):  # type: ignore[union-attr]
+    runs: list[list[tuple[Node, int] | None]] = []
+    for piece in map(_piece, joined):
+        before = runs[-1][-1] if runs else None
+        if piece and before and piece == (before[0], before[1] + 1):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    if len(runs) == len(joined):
         return
-    start = sum(sizes[: places[0]])  # type: ignore[index]
-    stop = start + sum(sizes[place] for place in places)  # type: ignore[index]
+    parts, first = [], 0
+    for run in runs:
+        begin, end = run[0], run[-1]
+        together = begin and end and begin is not end
+        parts.append(_columns(graph, cat, begin[0], begin[1], end[1]) if together else joined[first])  # type: ignore[index]
+        first += len(run)
+    if len(parts) > 1:
+        cat.args = (parts, last)
+    else:
+        cat.replace_all_uses_with(parts[0])
+
+
+def _columns(graph: Graph, cat: Node, split: Node, first: int, last: int) -> Node:
+    """The columns of a split matrix from one of its pieces to another, in the shape they have when joined."""
+    source, sizes, dim = cast(Any, split.args)
+    start, stop = sum(sizes[:first]), sum(sizes[: last + 1])
+    shape = [*cat.meta["val"].shape[:-1], stop - start]
     with graph.inserting_before(cat):
         part = graph.call_function(_aten.slice.Tensor, (source, dim, start, stop))
-    part.meta = cat.meta
-    cat.replace_all_uses_with(part)
+        part.meta = {"val": source.meta["val"].narrow(dim, start, stop - start)}
+        if list(part.meta["val"].shape) == shape:
+            return part
+        shaped = graph.call_function(_aten.reshape.default, (part, shape))
+    shaped.meta = {"val": part.meta["val"].reshape(shape)}
+    return shaped
 
 
 def _piece(node: Any) -> tuple[Node, int] | None:
@@ -230,9 +252,12 @@ def _piece(node: Any) -> tuple[Node, int] | None:
             turned = axes if turned is None else [axes[place] for place in turned]
             turned = None if list(turned) == sorted(turned) else turned
         elif node.target is operator.getitem and turned is None:
-            split, place = node.args
-            found = isinstance(split, Node) and split.target is _aten.split_with_sizes.default
-            return (split, place) if found else None  # type: ignore[return-value]
+            split, place = cast(Any, node.args)
+            if split.target is not _aten.split_with_sizes.default:
+                return None
+            # Pieces along another axis than the last do not lie side by side.
+            source, _, dim = split.args
+            return (split, place) if dim == source.meta["val"].dim() - 1 else None
         else:
             return None
         node = node.args[0]

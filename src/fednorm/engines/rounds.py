@@ -12,7 +12,7 @@ import torch
 from fednorm import rng
 from fednorm.batches import UNION
 from fednorm.config import differences, to_dict
-from fednorm.engines.base import Job, Outcome, start_view
+from fednorm.engines.base import Job, Outcome, start_views
 from fednorm.engines.choose import ENGINES as ENGINES
 from fednorm.engines.choose import close_engine, make_engine
 from fednorm.engines.ranks import Alone
@@ -24,7 +24,7 @@ from fednorm.evaluate import Scores, evaluate
 from fednorm.method import Memory, Phase, Progress
 from fednorm.pieces.weights import Report
 from fednorm.plan import Plan
-from fednorm.server import DOWN, UP, flaws, keys_with, merge_updates, not_finite
+from fednorm.server import DOWN, UP, Stacks, flaws, keys_with, merge_updates, not_finite
 from fednorm.state import Kind, Tree
 from fednorm.store import ClientState, Store, to_device
 
@@ -270,24 +270,26 @@ class Run:
         schema = plan.schema(phase)
         here = self.ranks.own(plan, cohort)
         states = self.store.get_many(here)
-        server = self.server
+        starts = start_views(plan, schema, self.server, [states[client].tree for client in here])
         jobs = [
             Job(
                 client,
-                start_view(plan, schema, server, states[client].tree),
+                start,
                 self._first_batch(phase, client, states[client].steps),
                 plan.num_steps(client, phase),
             )
-            for client in here
+            for client, start in zip(here, starts, strict=True)
         ]
         probing = self.probing(number)
         accepted: list[Outcome] = []
+        stacks: list[Stacks] = []
 
         def train() -> dict[str, Any]:
             """Train the clients of this process, and say in JSON values what all must know of them."""
             trained = self.engine.train(phase, number, jobs, probing) if jobs else iter(())
             outcomes = sorted(trained, key=lambda o: o.update.client)
-            found = flaws([outcome.update for outcome in outcomes], schema)
+            stacks.append(Stacks([outcome.update for outcome in outcomes]))
+            found = flaws([outcome.update for outcome in outcomes], schema, stacks[0])
             why = {o.update.client: each or _local_flaw(o) for o, each in zip(outcomes, found, strict=True)}
             accepted.extend(outcome for outcome in outcomes if not why[outcome.update.client])
             sent = [outcome.update for outcome in accepted]
@@ -301,9 +303,10 @@ class Run:
         self._admit({client: why for each in told for client, why in each["refused"]}, len(cohort), number, row)
         reports = [Report(**report) for each in told for report in each["reports"]]
         updates = [outcome.update for outcome in accepted]
+        sent = stacks[0] if len(updates) == len(stacks[0].updates) else None
         with self.ranks.merge([len(each["reports"]) for each in told]):
             self.server, self.merge_memory = merge_updates(
-                phase, self.server, updates, schema, self.merge_memory, reports
+                phase, self.server, updates, schema, self.merge_memory, reports, sent
             )
         self.ranks.confirm(f"phase '{phase.name}' of '{plan.method.name}'", self.server)
         steps = {job.client: job.num_steps for job in jobs}

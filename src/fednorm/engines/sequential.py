@@ -15,6 +15,7 @@ from fednorm.engines.base import (
     Outcome,
     mapped_step,
     outcome,
+    parts_of,
     pick_client,
     refuse_unequal,
     stack_trees,
@@ -65,7 +66,7 @@ class SequentialEngine:
         numbers = self.plan.numbers(phase, round)
         with training_mode(self.plan.prepared.model, phase.rule.hold):
             if phase.lockstep:
-                cohort = [self._begin(phase, job) for job in jobs]
+                cohort = self._begin(phase, jobs)
                 self._step_together(phase, cohort, numbers, probing)
                 yield from self._finish(phase, step, cohort, numbers)
             else:
@@ -74,22 +75,26 @@ class SequentialEngine:
 
     def _train_some(self, phase: Phase, step: Step, jobs: Sequence[Job], numbers: dict[str, float]) -> list[Outcome]:
         try:
-            return self._finish(phase, step, [self._begin(phase, job) for job in jobs], numbers)
+            return self._finish(phase, step, self._begin(phase, jobs), numbers)
         except RuntimeError:
             if not self._channels_last:
                 raise
         # A model that calls `view` on its activations depends on their layout; any other error comes again.
         self._channels_last = False
-        return self._finish(phase, step, [self._begin(phase, job) for job in jobs], numbers)
+        return self._finish(phase, step, self._begin(phase, jobs), numbers)
 
-    def _begin(self, phase: Phase, job: Job) -> Training:
-        layout = self._layout(phase)
-        own = {
-            key: value.clone(memory_format=layout) if value.dim() == 4 else value.clone()
-            for key, value in job.start.items()
-        }
-        trees = to_trees(self.plan, phase, own)
-        return Training(job, trees.params, trees.rest, trees.buffers, dict(trees.params))
+    def _begin(self, phase: Phase, jobs: Sequence[Job]) -> list[Training]:
+        """Clients at the start of their work, with copies of their own: layers may change what they hold in place."""
+        layout, parts = self._layout(phase), parts_of(self.plan, phase)
+        cohort = []
+        for job in jobs:
+            own = {
+                key: value.clone(memory_format=layout) if value.dim() == 4 else value.clone()
+                for key, value in job.start.items()
+            }
+            trees = to_trees(parts, own)
+            cohort.append(Training(job, trees.params, trees.rest, trees.buffers, dict(trees.params)))
+        return cohort
 
     def _layout(self, phase: Phase) -> torch.memory_format:
         """How images and filters lie."""

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from fednorm.client import Step, StepOut, training_mode
-from fednorm.engines.base import Job, Outcome, Trees, mapped_step, outcome, pick, refuse_unequal, stack_trees, to_trees
+from fednorm.engines.base import (
+    Job,
+    Outcome,
+    Trees,
+    mapped_step,
+    outcome,
+    parts_of,
+    pick,
+    refuse_unequal,
+    stack_trees,
+    to_trees,
+)
 from fednorm.engines.kernels.layers import use_kernels
 from fednorm.engines.kernels.ops import HAS_TRITON
 from fednorm.engines.sequential import SequentialEngine
@@ -74,7 +85,7 @@ class StackedEngine:
     def _train_stack(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> list[Outcome]:
         step = mapped_step(self.plan, phase, probing)
         numbers = self.plan.numbers(phase, round)
-        stack = to_trees(self.plan, phase, stack_trees([job.start for job in jobs]))
+        stack = to_trees(parts_of(self.plan, phase), stack_trees([job.start for job in jobs]))
         anchor = dict(stack.params)
         losses: list[list[Tensor]] = [[] for _ in jobs]
         seen: list[Tree] = [{} for _ in jobs]

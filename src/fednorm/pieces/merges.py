@@ -31,6 +31,13 @@ def mean(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree,
     return {part: weighted_sum(clients[part], weights).to(value) for part, value in old.items()}, memory
 
 
+ALIKE: dict[Merge, Callable[[Tensor, Tensor], Tensor]] = {mean: weighted_sum}
+"""Rules that do the same to every element, whatever its part, and remember nothing, as functions of (stack, weights).
+
+So the server can merge all their entries at once, across layers and kinds.
+"""
+
+
 def maximum(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
     """Element-wise maximum, for counters: no order, no weights, no change of type."""
     return {part: largest(clients[part]) for part in old}, memory

@@ -12,8 +12,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-WIDE_NUMBERS = 1 << 20
-"""Numbers of a stack that are turned into float64 at a time: a bound on memory."""
+WIDE_NUMBERS = 1 << 16
+"""Numbers of a stack that are turned into float64 at a time: few enough to stay in a processor's caches."""
 
 
 def fold(stack: Tensor, weights: Tensor, onto: Tensor | None = None) -> Tensor:
