@@ -8,7 +8,9 @@ import torch
 import tiny
 from fednorm.engines.kernels.layers import use_kernels
 from fednorm.engines.program import Program, Rows
+from fednorm.engines.ragged import RaggedExchange
 from fednorm.engines.rounds import Run
+from fednorm.errors import ConfigError
 from fednorm.registry import known_methods
 from fednorm.state import Tree
 from fednorm.store import Store
@@ -34,6 +36,49 @@ def test_rounds_on_the_device_equal_the_reference_after_fifty_steps(method: str)
     stayed = on_device(method, eval__every=10, **changes)
     assert gap(reference, stayed) < 1e-10
     assert_same_clients(reference, stayed)
+
+
+EPOCHS = {"train__local_steps": None, "train__local_epochs": 2}
+
+
+def ragged_exchanges(run: Run) -> list[RaggedExchange]:
+    assert run.seat is not None
+    return [each for each in run.seat.resident._exchanges.values() if isinstance(each, RaggedExchange)]
+
+
+@pytest.mark.parametrize("method", [*known_methods(), *PAIRS])
+def test_clients_with_unequal_work_equal_the_reference_too(method: str) -> None:
+    """Unequal numbers of steps, and batches that end an epoch with 2 or 3 examples."""
+    data = tiny.federation((7, 14, 11, 3))
+    changes = {"data": data, "rounds": 5, "train__lr": 0.02, "eval__every": 5, **EPOCHS}
+    plan = tiny.plan(method, engine__name="sequential", **changes)
+    if any(phase.lockstep for phase in plan.phases):
+        with pytest.raises(ConfigError, match="in lock-step and needs equal batches"):
+            tiny.play(plan)
+        return
+    reference = tiny.play(plan)
+    stayed = on_device(method, **changes)
+    assert gap(reference, stayed) < 1e-10
+    assert_same_clients(reference, stayed)
+    assert [row["train_loss"] for row in stayed.store.rows()] == pytest.approx(
+        [row["train_loss"] for row in reference.store.rows()], rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("changes", [EPOCHS, {"train__local_steps": 3}], ids=["epochs", "steps"])
+def test_unequal_work_stays_on_the_device_as_few_programs(changes: dict) -> None:
+    """A step for all whose batches are full, one for each size of smaller ones that comes often; augmentation too."""
+    wanted = {"data": tiny.federation((7, 14, 11, 3)), "rounds": 12, "train__augment": "crop(1)+flip", **changes}
+    reference = tiny.play(tiny.plan("fedprox", engine__name="sequential", **wanted))
+    plan = tiny.plan("fedprox", engine__name="stacked", **wanted)
+    assert use_kernels(plan.prepared.model)
+    stayed = Run(plan, Store())
+    list(stayed.rounds())
+    assert gap(reference, stayed) < 1e-10
+    assert stayed.seat is not None
+    assert not stayed.seat.resident.refused
+    (exchange,) = ragged_exchanges(stayed)
+    assert exchange._programs.keys() == {"start", "step", "step of 2", "step of 3", "merge"}
 
 
 @pytest.mark.parametrize("steps", [1, 3], ids=["one program a round", "three programs a round"])

@@ -125,7 +125,11 @@ class Batches:
         each = zip(clients, firsts, strict=True)
         rows = torch.stack([self.stream(client).span(first, steps).view(steps, -1) for client, first in each], 1)
         ks = torch.tensor(firsts) + torch.arange(steps).unsqueeze(1)
-        return rows, rng.key(self.seed, "step", torch.tensor(clients), ks)
+        return rows, self.keys(torch.tensor(clients), ks)
+
+    def keys(self, clients: Tensor, ks: Tensor) -> Tensor:
+        """The keys of these batches of these clients, one broadcast against the other."""
+        return rng.key(self.seed, "step", clients, ks)
 
     def _draw_orders(self, clients: Sequence[int], firsts: Sequence[int]) -> None:
         """Draw the orders of the epochs that begin or go on here, for all clients of one size at once."""

@@ -27,7 +27,7 @@ from fednorm.server import DOWN, keys_with, merge_stack
 from fednorm.state import Policy, Tree
 
 LOSSES = ("all", "last_epoch", "last_batch")
-_PARTS = ("params", "rest", "buffers")
+PARTS = ("params", "rest", "buffers")
 """A client's state as a step takes it: what is trained, the rest of the model's, and the optimizer's."""
 _WORTH_A_LINE = 3.0
 """Seconds of making a program ready that are told; compiled kernels are kept on disk, so the next run is quicker."""
@@ -89,16 +89,7 @@ class Exchange:
         self._copied: tuple[int, LogCopy] | None = None
         self._common, self._layouts = common, layouts
         rows = self.rows = runs * clients
-        message = {
-            "batch_rows": (steps, rows, batch_size),
-            "batch_keys": (steps, rows),
-            "batch_draws": tuple(batches.draws(torch.zeros(steps, rows, dtype=torch.int64), batch_size).shape),
-            "numbers": (len(self.numbers), rows),
-            "places": (rows,),
-            "num_examples": (rows,),
-            "last_epoch": (rows,),
-            "runs": (runs,),
-        }
+        message = self._shapes(batches, batch_size)
         sizes = [prod(shape) for shape in message.values()]
         self._inbox = torch.zeros(sum(sizes), dtype=torch.int64, device=plan.device)
         self._message = {
@@ -112,11 +103,25 @@ class Exchange:
             "losses": torch.zeros(steps, rows, dtype=torch.float64, device=plan.device),
             "log": torch.zeros(log_rows, width, rows, dtype=torch.float64, device=plan.device),
         }
-        self._stacks = {part: self._layout(part) for part in _PARTS}
+        self._stacks = {part: self._layout(part) for part in PARTS}
         for part, flats in self._start_flats(self._state).items():
             self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
         self._pool = Pool(batches, layouts["server"].channels_last)
         self._programs: dict[str, Program] = {}
+
+    def _shapes(self, batches: Batches, size: int) -> dict[str, tuple[int, ...]]:
+        """What a message has, for batches of a size."""
+        steps, rows = self.steps, self.rows
+        return {
+            "batch_rows": (steps, rows, size),
+            "batch_keys": (steps, rows),
+            "batch_draws": tuple(batches.draws(torch.zeros(steps, rows, dtype=torch.int64), size).shape),
+            "numbers": (len(self.numbers), rows),
+            "places": (rows,),
+            "num_examples": (rows,),
+            "last_epoch": (rows,),
+            "runs": (self.runs,),
+        }
 
     @property
     def _state(self) -> Tree:
@@ -129,15 +134,18 @@ class Exchange:
 
     def play(self) -> int:
         """Start, all local steps, merge; nothing here waits for the device. Returns where the reports will be."""
-        if self.steps <= MOST_IN_ONE:
-            self._run("round", self._round)
-        else:
-            self._run("start", self._start)
-            for _ in range(self.steps):
-                self._run("step", self._step)
-            self._run("merge", self._merge)
+        self._play()
         self.turn += 1
         return (self.turn - 1) % self.log_rows
+
+    def _play(self) -> None:
+        if self.steps <= MOST_IN_ONE:
+            self._run("round", self._round)
+            return
+        self._run("start", self._start)
+        for _ in range(self.steps):
+            self._run("step", self._step)
+        self._run("merge", self._merge)
 
     def log(self) -> LogCopy:
         """What clients reported up to now, on its way to the host."""
@@ -231,22 +239,30 @@ class Exchange:
 
     def _step(self, state: Tree) -> tuple[Tree, Rows]:
         at = state["step"]
-        keys = state["batch_keys"].index_select(0, at)[0]
-        x, y = self._pool.gather(*(state[name].index_select(0, at)[0] for name in ("batch_rows", "batch_draws")))
-        params, rest, buffers = (self._stacks[part].unpack(unnamed(part, state)) for part in _PARTS)
+        batch = {name: state[name].index_select(0, at)[0] for name in ("batch_rows", "batch_keys", "batch_draws")}
+        new, loss = self._moved(state, batch, state["numbers"], self._anchor(state))
+        return {"step": at + 1, **new}, {"losses": (at, loss.unsqueeze(0))}
+
+    def _anchor(self, state: Tree) -> Flats | None:
+        """The parameters that clients were sent, where a penalty term asks for them."""
+        return self._start_flats(state)["params"] if self.phase.rule.losses else None
+
+    def _moved(self, state: Tree, batch: Tree, numbers: Tensor, anchor: Flats | None) -> tuple[Tree, Tensor]:
+        """The stacks of some clients, as rows of `state`, after a step on their batches, and their losses."""
+        x, y = self._pool.gather(batch["batch_rows"], batch["batch_draws"])
+        params, rest, buffers = (self._stacks[part].unpack(unnamed(part, state)) for part in PARTS)
         # Layers move their statistics in place, here in copies that tracing takes out again.
         rest = {key: value.clone() for key, value in rest.items()}
-        # What the server sent is asked for by penalty terms alone.
-        anchor = self._stacks["params"].unpack(self._start_flats(state)["params"]) if self.phase.rule.losses else params
+        begun = params if anchor is None else self._stacks["params"].unpack(anchor)
         dtype = next(iter(params.values())).dtype
-        numbers = {name: row.to(dtype) for name, row in zip(self.numbers, state["numbers"], strict=True)}
-        out = self._mapped_step()(params, rest, buffers, anchor, x, y, keys, numbers)
-        new: Tree = {"step": at + 1}
-        for part, tree in zip(_PARTS, (out.params, out.rest, out.buffers), strict=True):
+        own = {name: row.to(dtype) for name, row in zip(self.numbers, numbers, strict=True)}
+        out = self._mapped_step()(params, rest, buffers, begun, x, y, batch["batch_keys"], own)
+        new: Tree = {}
+        for part, tree in zip(PARTS, (out.params, out.rest, out.buffers), strict=True):
             if extra := tree.keys() - self._stacks[part].shapes.keys():
                 raise NotAProgram(f"its steps make new state ({', '.join(sorted(extra))})")
             new |= named(part, self._stacks[part].pack(tree))
-        return new, {"losses": (at, out.loss.to(torch.float64).unsqueeze(0))}
+        return new, out.loss.to(torch.float64)
 
     def _mapped_step(self) -> Step:
         """The phase's step over the stack, with each client's own numbers."""
@@ -255,8 +271,8 @@ class Exchange:
         return torch.vmap(self.phase.step(replace(spec, optimizer=optimizer)))
 
     def _merge(self, state: Tree) -> tuple[Tree, Rows]:
-        flats = {part: unnamed(part, state) for part in _PARTS}
-        end = {key: v for part in _PARTS for key, v in self._stacks[part].rows(flats[part]).items()}
+        flats = {part: unnamed(part, state) for part in PARTS}
+        end = {key: v for part in PARTS for key, v in self._stacks[part].rows(flats[part]).items()}
         losses = self._loss_summary(state)
         scalars = self._measured(state, flats)
         # In the order they lie in, so that what is merged together need not be moved.
@@ -288,7 +304,7 @@ class Exchange:
         if not self.phase.measures:
             return {}
         begun = self._start_flats(state)
-        end, start = ({k: v for p in _PARTS for k, v in self._stacks[p].unpack(f[p]).items()} for f in (flats, begun))
+        end, start = ({k: v for p in PARTS for k, v in self._stacks[p].unpack(f[p]).items()} for f in (flats, begun))
         facts = self.plan.prepared.facts
         return {
             name: torch.vmap(lambda end, start, measure=measure: measure(end, start, facts))(end, start).double()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,11 +17,14 @@ from fednorm.batches import Batches
 from fednorm.engines.base import stack_trees, start_view
 from fednorm.engines.exchange import LOSSES, Exchange, LogCopy, named, unnamed
 from fednorm.engines.flat import ALIGNMENT, Layout
+from fednorm.engines.kernels.tiles import power_of_2
+from fednorm.engines.ragged import RaggedExchange, Table
 from fednorm.method import Phase
 from fednorm.pieces.weights import Report
 from fednorm.plan import Plan
 from fednorm.state import Entry, Policy, Tree
 
+AnyExchange = TypeVar("AnyExchange", bound=Exchange)
 DEVICES = {"cuda"}
 """Where rounds stay on the device; elsewhere there is little to gain."""
 LOG_ROWS = 64
@@ -147,7 +150,7 @@ class Resident:
         self.holds_local = bool(self._local)
         self.num_clients = len(self.plan.federation.clients)
         self._batches, self._offsets = _pooled(plans)
-        self._exchanges: dict[Any, Exchange] = {}
+        self._exchanges: dict[Any, Any] = {}
         self._waiting: WeakValueDictionary[tuple[Exchange, int, int], LateReports] = WeakValueDictionary()
         """reports by their place in an exchange's log, as long as somebody may look at them"""
         self._remembered = [frozenset[str]() for _ in plans]
@@ -225,19 +228,44 @@ class Resident:
         first = tasks[runs[0]]
         steps = self.plans[runs[0]].num_steps(first.clients[0], first.phase)
         size = self.plans[runs[0]].batches.stream(first.clients[0]).size(first.firsts[0])
-        memory = self._remembered[runs[0]]
-        place = (first.place, len(runs), len(first.clients), steps, size, memory, first.keep)
+        place, exchange = self._exchange(Exchange, tasks, steps, size)
+        message = self._message(tasks, [self._upcoming[run].take(tasks[run], steps) for run in runs])
+        return self._play(place, exchange, message, tasks)
+
+    def exchange_ragged(self, run: int, task: Task) -> dict[int, LateReports]:
+        """One exchange of a run whose clients have unequal work."""
+        plan = self.plans[run]
+        work = [(c, first, plan.num_steps(c, task.phase)) for c, first in zip(task.clients, task.firsts, strict=True)]
+        steps = power_of_2(max(count for *_, count in work))  # so that there are few numbers of steps
+        table = Table.of(plan.batches, work, steps)
+        place, exchange = self._exchange(RaggedExchange, {run: task}, steps, table.rows.shape[-1])
+        exchange.order = table.order()
+        message = self._message({run: task}, [[table.rows, table.keys, table.draws]])
+        return self._play(place, exchange, {**message, **table.message()}, {run: task})
+
+    def _exchange(
+        self, kind: type[AnyExchange], tasks: Mapping[int, Task], steps: int, size: int
+    ) -> tuple[Any, AnyExchange]:
+        """The exchange of work of this shape, and its place among all."""
+        run, task = min(tasks.items())
+        memory = self._remembered[run]
+        place = (kind, task.place, len(tasks), len(task.clients), steps, size, memory, task.keep)
         if place not in self._exchanges:
-            self._exchanges[place] = Exchange(
-                self.plan, first.phase, self._state, self._layouts, self._batches, runs=len(runs), memory=memory,
-                clients=len(first.clients), steps=steps, batch_size=size, log_rows=LOG_ROWS, keep=first.keep,
+            self._exchanges[place] = kind(
+                self.plan, task.phase, self._state, self._layouts, self._batches, runs=len(tasks), memory=memory,
+                clients=len(task.clients), steps=steps, batch_size=size, log_rows=LOG_ROWS, keep=task.keep,
             )  # fmt: skip
-        exchange = self._exchanges[place]
+        return place, self._exchanges[place]
+
+    def _play(
+        self, place: Any, exchange: Exchange, message: Mapping[str, torch.Tensor], tasks: Mapping[int, Task]
+    ) -> dict[int, LateReports]:
+        runs = sorted(tasks)
         for row in range(len(runs)):  # the place in the log is taken again
             if late := self._waiting.get((exchange, exchange.turn % LOG_ROWS, row)):
                 late.settle()
         try:
-            exchange.send(self._message([(run, tasks[run]) for run in runs], steps))
+            exchange.send(message)
             self._make_room(exchange)
             slot = exchange.play()
         except BaseException:
@@ -258,12 +286,12 @@ class Resident:
             for key, value in exchange.remembered.items():
                 self._room_for(key, value[0])
 
-    def _message(self, tasks: Sequence[tuple[int, Task]], steps: int) -> dict[str, torch.Tensor]:
+    def _message(self, tasks: Mapping[int, Task], batches: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """What an exchange is sent; the batches of each run are (rows, keys, draws)."""
         rows, keys, drawn, numbers = [], [], [], []
         places, sizes, last = [], [], []
-        for run, task in tasks:
+        for (run, task), (own_rows, own_keys, own_draws) in zip(sorted(tasks.items()), batches, strict=True):
             plan = self.plans[run]
-            own_rows, own_keys, own_draws = self._upcoming[run].take(task, steps)
             rows.append(own_rows + self._offsets[run])
             keys.append(own_keys)
             drawn.append(own_draws)
@@ -280,7 +308,7 @@ class Resident:
             "places": torch.tensor(places),
             "num_examples": torch.tensor(sizes),
             "last_epoch": torch.tensor(last),
-            "runs": torch.tensor([run for run, _ in tasks]),
+            "runs": torch.tensor(sorted(tasks)),
         }
 
 

@@ -55,24 +55,29 @@ class Seat:
 
     def alike(self, task: Task) -> Hashable | None:
         """What tasks must have in common to be one exchange; None for one that cannot be played on the device."""
-        steps = self.equal_work(task)
-        if steps is None or task.place in self.resident.refused:
+        if task.place in self.resident.refused or not self._each_alone(task):
             return None
-        size = self.plan.batches.stream(task.clients[0]).size(task.firsts[0])
+        steps = self.equal_work(task)
+        own = None if steps else self.run  # clients with unequal work do not share a stack with those of other runs
+        size = self.plan.batches.stream(task.clients[0]).size(task.firsts[0]) if steps else 0
         work = task.place, len(task.clients), steps, size, task.keep
         if not self.resident.pays(work):
             return None
-        return id(self.resident), work, self.resident.remembers(self.run)
+        return id(self.resident), work, self.resident.remembers(self.run), own
 
-    def equal_work(self, task: Task) -> int | None:
-        """The number of steps, where all clients take equally many, on batches of one size, and need no company."""
-        plan = self.plan
+    def _each_alone(self, task: Task) -> bool:
+        """Whether clients of a task can work each for itself, with state that has its place here."""
         if task.place not in self._alone:
-            schema = plan.schema(task.phase)
+            schema = self.plan.schema(task.phase)
             own = bool(keys_with(schema, Policy.LOCAL)) and UNION in task.clients
             self._alone[task.place] = not (task.phase.lockstep or keys_with(schema, Policy.REPORTED) or own)
+        return self._alone[task.place]
+
+    def equal_work(self, task: Task) -> int | None:
+        """The number of steps, where all clients take equally many, on batches of one size."""
+        plan = self.plan
         steps = {plan.num_steps(client, task.phase) for client in task.clients}
-        if len(steps) > 1 or not self._alone[task.place]:
+        if len(steps) > 1:
             return None
         count = steps.pop()
         each = zip(task.clients, task.firsts, strict=True)
@@ -142,7 +147,11 @@ def _exchange_at_once(resident: Resident, seats: Sequence[tuple[Seat, Task, Stor
     for seat, task, store in seats:
         seat.fetch(store, task.clients)
     try:
-        reports = resident.exchange({seat.run: task for seat, task, _ in seats})
+        (seat, task, _), *others = seats
+        if others or seat.equal_work(task):
+            reports = resident.exchange({seat.run: task for seat, task, _ in seats})
+        else:
+            reports = resident.exchange_ragged(seat.run, task)
     except (RuntimeError, NotImplementedError, NotAProgram) as error:  # nothing lasting has changed yet
         if isinstance(error, FednormError):
             raise

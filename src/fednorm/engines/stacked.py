@@ -150,9 +150,12 @@ def _put_back(stack: Trees, out: StepOut, places: list[int], count: int) -> Tree
     first = next(iter(out.params.values()), out.loss)
     index = torch.tensor(places, device=first.device)
 
+    def rows(old: Tree, key: str, new: Tensor) -> Tensor:
+        """What was there; of state that a step has just begun to keep, zeros."""
+        return old[key] if key in old else new.new_zeros(count, *new.shape[1:])
+
     def put(old: Tree, new: Tree) -> Tree:
-        return {
-            key: old[key].index_copy(0, index, new[key].to(old[key].dtype)) if key in old else new[key] for key in new
-        }
+        olds = {key: rows(old, key, value) for key, value in new.items()}
+        return {key: olds[key].index_copy(0, index, value.to(olds[key].dtype)) for key, value in new.items()}
 
     return Trees(put(stack.params, out.params), put(stack.rest, out.rest), put(stack.buffers, out.buffers))
