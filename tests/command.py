@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ def fednorm(*arguments: object) -> Outcome:
 
 
 def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
-    """Start a command line in a process of its own."""
+    """Start a command line in a process of its own, which Ctrl-C reaches also where the tests run in the background."""
     command = [sys.executable, "-m", "fednorm", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=cwd, env=ONE_THREAD, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:  # a signal that is ignored stays so in a child, one that is handled does not
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=cwd, env=ONE_THREAD, stdout=pipe, stderr=pipe, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -78,11 +78,11 @@ def test_json_is_all_there_is_on_stdout() -> None:
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    clients = ("--clients", "2,3", "--repeats", "1", "--seconds", "0.01")
+    clients = ("--clients", "2,200", "--repeats", "1", "--seconds", "0.01")  # 200 are busy until the signal comes
     process = start("bench", *GPU_ON_CPU, *clients, "--model", "lenet_cnn", "--out", file, cwd=tmp_path)
     assert process.stderr is not None
     for line in process.stderr:
-        if line == "gpu: lenet_cnn, batch 20, 3 clients\n":  # two clients are done, three have begun
+        if line == "gpu: lenet_cnn, batch 20, 200 clients\n":  # two clients are done, the others have begun
             before = json.loads(file.read_text())["sections"]["gpu"]["measurements"]
             process.send_signal(signal.SIGINT)
             break
