@@ -204,8 +204,8 @@ def merge_stack(
                 pieces = value.split([entry.size for entry in entries]) if entries else [value] * len(group)
                 for layer, piece in zip(group, pieces, strict=True):
                     remembered[f"{places[layer]}|{name}"] = piece
+    order = {key: place for place, key in enumerate(shared)}
     for (rule, weigh, dtype), entries in alike.items():
-        order = {key: place for place, key in enumerate(shared)}
         for some in _no_more_than_fit(sorted(entries, key=lambda entry: order[entry.key])):
             new = ALIKE[rule](_joined([shared[entry.key] for entry in some], 1), common[weigh]).to(dtype)
             pieces = new.split_with_sizes([entry.size for entry in some])
@@ -236,11 +236,13 @@ def _alike(layers: Mapping[str, list[Entry]], memory: Mapping[str, Tree]) -> lis
 def _no_more_than_fit(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Entries in order, as many at a time as may be stacked."""
     some: list[Entry] = []
+    used = 0
     for entry in entries:
-        if some and sum(each.size for each in some) + entry.size > GROUP_SIZE:
+        if some and used + entry.size > GROUP_SIZE:
             yield some
-            some = []
+            some, used = [], 0
         some.append(entry)
+        used += entry.size
     if some:
         yield some
 

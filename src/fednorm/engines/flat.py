@@ -61,9 +61,12 @@ class Layout:
         return turned.reshape(len(value), -1)
 
 
+def aligned_like(flat: Tensor) -> Tensor:
+    """An empty matrix of this shape whose rows begin at aligned addresses."""
+    rows, columns = flat.shape
+    return flat.new_empty(rows, columns + -columns % ALIGNMENT)[:, :columns]
+
+
 def aligned(flat: Tensor) -> Tensor:
     """A copy of a matrix whose rows begin at aligned addresses."""
-    rows, columns = flat.shape
-    wide = flat.new_zeros(rows, -(-columns // ALIGNMENT) * ALIGNMENT)
-    wide[:, :columns] = flat
-    return wide[:, :columns]
+    return aligned_like(flat).copy_(flat)

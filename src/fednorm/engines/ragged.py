@@ -22,7 +22,7 @@ from fednorm.engines.program import Rows, put
 from fednorm.state import Tree
 
 OFTEN = 3
-"""A size of smaller batches gets a program of its own after so many of them."""
+"""What comes more often is worth a program of its own."""
 
 
 @dataclass(frozen=True)

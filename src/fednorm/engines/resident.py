@@ -18,7 +18,7 @@ from fednorm.engines.base import stack_trees, start_view
 from fednorm.engines.exchange import LOSSES, Exchange, LogCopy, named, unnamed
 from fednorm.engines.flat import ALIGNMENT, Layout
 from fednorm.engines.kernels.tiles import power_of_2
-from fednorm.engines.ragged import RaggedExchange, Table
+from fednorm.engines.ragged import OFTEN, RaggedExchange, Table
 from fednorm.method import Phase
 from fednorm.pieces.weights import Report
 from fednorm.plan import Plan
@@ -29,8 +29,8 @@ DEVICES = {"cuda"}
 """Where rounds stay on the device; elsewhere there is little to gain."""
 LOG_ROWS = 64
 """Exchanges whose reports may wait on the device."""
-_OFTEN, _MOST_SHAPES = 3, 8
-"""A shape of work other than a phase's first gets a program after so many times, and only the first few shapes do."""
+_MOST_SHAPES = 8
+"""A shape of work other than a phase's first gets a program when it comes often, and only the first few shapes do."""
 _AHEAD = 64
 """Steps whose batches are drawn at once."""
 MOST_LOCAL_BYTES = 8 << 30
@@ -220,7 +220,7 @@ class Resident:
         """
         self._asked[work] += 1
         shapes = [shape for shape in self._asked if shape[0] == work[0]]
-        return shapes[0] == work or (self._asked[work] > _OFTEN and shapes.index(work) < _MOST_SHAPES)
+        return shapes[0] == work or (self._asked[work] > OFTEN and shapes.index(work) < _MOST_SHAPES)
 
     def exchange(self, tasks: Mapping[int, Task]) -> dict[int, LateReports]:
         """One exchange of some runs, whose tasks are alike: phase, number of clients, steps, size of their batches."""

@@ -7,6 +7,7 @@ override for every step and, under `torch.vmap`, for every client.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -39,6 +40,11 @@ class Keyed(nn.Module):
         return key
 
 
+def dropped(x: Tensor, key: Tensor, p: float, shape: Sequence[int]) -> Tensor:
+    """x / (1 - p), and 0 where what the key (or each of several) draws for this shape is below p."""
+    return torch.where(rng.uniform(key, shape) >= p, x / (1 - p), 0)
+
+
 class KeyedDropout(Keyed):
     """Dropout with a keyed mask: y = x * (u >= p) / (1 - p), u uniform in [0, 1).
 
@@ -60,8 +66,7 @@ class KeyedDropout(Keyed):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        keep = rng.uniform(self.next_key(), self._mask_shape(x)) >= self.p
-        return torch.where(keep, x / (1 - self.p), 0) if self.p < 1 else x * 0
+        return dropped(x, self.next_key(), self.p, self._mask_shape(x)) if self.p < 1 else x * 0
 
     def extra_repr(self) -> str:
         return f"p={self.p}, spatial={self.spatial}"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fednorm import rng
-from fednorm.engines.flat import ALIGNMENT
+from fednorm.engines.flat import aligned_like
 from fednorm.engines.kernels.ops import channels_last, channels_second, kernels_fit
+from fednorm.layers.keyed import dropped
 from fednorm.optim import SGD, slot
 from fednorm.pieces.reductions import fold as folded
 
@@ -34,8 +34,7 @@ def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
             channels, pixels = x.shape[2], x.shape[3] * x.shape[4]
             return channels_second(run_dropout(channels_last(x), keys, p, channels, pixels))
         return run_dropout(x.contiguous(), keys, p, 1, 1)
-    keep = rng.uniform(keys, x.shape[1:]) >= p
-    return _laid_like(x, torch.where(keep, x / (1 - p), 0))
+    return _laid_like(x, dropped(x, keys, p, x.shape[1:]))
 
 
 @dropout.register_fake
@@ -114,12 +113,6 @@ def _(stack: Tensor, weights: Tensor) -> Tensor:
     return stack.new_empty(stack.shape[0], stack.shape[2], dtype=torch.float64)
 
 
-def _aligned(like: Tensor) -> Tensor:
-    """An empty matrix of this shape whose rows begin at aligned addresses."""
-    rows, columns = like.shape
-    return like.new_empty(rows, columns + -columns % ALIGNMENT)[:, :columns]
-
-
 @torch.library.custom_op("fednorm::sgd", mutates_args=())
 def sgd(
     value: Tensor, grads: list[Tensor], velocity: Tensor | None, lr: Tensor, momentum: Tensor, decay: Tensor
@@ -128,7 +121,7 @@ def sgd(
 
     Without momentum there is no velocity, and what is returned of it is empty.
     """
-    new, moved = _aligned(value), value.new_empty(0) if velocity is None else _aligned(velocity)
+    new, moved = aligned_like(value), value.new_empty(0) if velocity is None else aligned_like(velocity)
     _sgd_into((value, velocity), grads, (new, None if velocity is None else moved), lr, momentum, decay)
     return new, moved
 
@@ -137,7 +130,7 @@ def sgd(
 def _(
     value: Tensor, grads: list[Tensor], velocity: Tensor | None, lr: Tensor, momentum: Tensor, decay: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return _aligned(value), value.new_empty(0) if velocity is None else _aligned(velocity)
+    return aligned_like(value), value.new_empty(0) if velocity is None else aligned_like(velocity)
 
 
 @torch.library.custom_op("fednorm::sgd_in_place", mutates_args=("value", "velocity"))

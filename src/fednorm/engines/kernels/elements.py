@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.kernels.norm import cut_of, tile_of_program
+
 _BLOCK = 1024
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MUL1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -100,29 +102,20 @@ def run_max_pool(x: Tensor, side: int, dy: Tensor | None = None) -> Tensor:
 def _relu_grad_kernel(
     dy_ptr, y_ptr, out_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    chunk = tl.program_id(0)
-    client = tl.program_id(1)
-    row = chunk * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (channel < CHANNELS)[None, :]
-    at = (client.to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
+    channel, mask, at = tile_of_program(rows, CHANNELS, ROWS, BLOCK)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0)
     dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0) > 0, dy, 0.0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, dy, mask=mask)
-    part = part_ptr + (client * chunks + chunk) * CHANNELS + channel
+    part = part_ptr + (tl.program_id(1) * chunks + tl.program_id(0)) * CHANNELS + channel
     tl.store(part, tl.sum(dy.to(tl.float32), 0), mask=channel < CHANNELS)
 
 
 def run_relu_grad(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient behind a ReLU with output y (client, ..., channel), contiguous, and its sums over pixels."""
-    clients, channels = y.shape[0], y.shape[-1]
-    rows = y.numel() // (clients * channels)
-    block = min(64, triton.next_power_of_2(channels))
-    chunk = 8192 // block
-    chunks = triton.cdiv(rows, chunk)
-    out, parts = torch.empty_like(dy), torch.empty(clients, chunks, channels, device=y.device)
-    _relu_grad_kernel[(chunks, clients, triton.cdiv(channels, block))](
-        dy, y, out, parts, rows, chunks, CHANNELS=channels, ROWS=chunk, BLOCK=block, num_warps=8
+    cut = cut_of(y)
+    out, parts = torch.empty_like(dy), torch.empty(cut.clients, cut.chunks, cut.channels, device=y.device)
+    _relu_grad_kernel[cut.grid](
+        dy, y, out, parts, cut.rows, cut.chunks, CHANNELS=cut.channels, ROWS=cut.chunk, BLOCK=cut.block, num_warps=8
     )
     return out, parts.sum(1)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fednorm.engines.kernels import element_ops
+from fednorm.engines.kernels.layers import stacked
 from fednorm.optim import SGD, Factors, Keys, Optimizer, slot
 from fednorm.pieces.reductions import Cohort
 from fednorm.state import Tree
@@ -38,10 +39,8 @@ class _Sgd(_OverStack):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *given: Tensor | None) -> Any:
-        value, grad, velocity, *numbers = (
-            _over_stack(info.batch_size, *each) for each in zip(given, dims, strict=True)
-        )
-        new, moved = element_ops.sgd(cast(Tensor, value), [cast(Tensor, grad)], velocity, *cast(list[Tensor], numbers))
+        value, grad, velocity, *numbers = stacked(info, dims, *given)
+        new, moved = element_ops.sgd(value, [grad], velocity, *numbers)
         return (new, moved), (0, None if velocity is None else 0)
 
 
@@ -52,15 +51,7 @@ class _Fold(_OverStack):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *given: Tensor) -> Any:
-        stack, weights = (_over_stack(info.batch_size, *each) for each in zip(given, dims, strict=True))
-        return element_ops.fold(cast(Tensor, stack), cast(Tensor, weights)), 0
-
-
-def _over_stack(size: int, given: Tensor | None, dim: int | None) -> Tensor | None:
-    """An argument with the mapped axis in front, also where it is common to all."""
-    if given is None:
-        return None
-    return given.expand(size, *given.shape) if dim is None else given.movedim(dim, 0)
+        return element_ops.fold(*stacked(info, dims, *given)), 0
 
 
 def on_stack(optimizer: Optimizer) -> Optimizer:

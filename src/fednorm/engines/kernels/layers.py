@@ -16,19 +16,21 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fednorm import rng
 from fednorm.engines.kernels import element_ops, ops
-from fednorm.layers.keyed import KeyedDropout
+from fednorm.layers.keyed import KeyedDropout, dropped
 
 Pair = tuple[int, int]
 
 
-def _stacked(info: Any, in_dims: tuple[Any, ...], *tensors: Tensor) -> list[Tensor]:
-    """Arguments of a vmap rule with the client axis in front, also where they are common to all."""
-    return [
-        tensor.movedim(dim, 0) if dim is not None else tensor.expand(info.batch_size, *tensor.shape)
-        for tensor, dim in zip(tensors, in_dims, strict=False)
-    ]
+def stacked(info: Any, in_dims: tuple[Any, ...], *tensors: Any) -> list[Any]:
+    """Arguments of a vmap rule with the client axis in front, also where they are common to all; None stays."""
+
+    def in_front(tensor: Tensor | None, dim: int | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+    return [in_front(tensor, dim) for tensor, dim in zip(tensors, in_dims, strict=False)]
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -62,7 +64,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, w: Tensor, stride: int, padding: Pair) -> Any:
-        return ops.conv(*_stacked(info, in_dims, x, w), stride, list(padding)), 0
+        return ops.conv(*stacked(info, in_dims, x, w), stride, list(padding)), 0
 
 
 class _InputGrad(_FirstOrder):
@@ -73,7 +75,7 @@ class _InputGrad(_FirstOrder):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], dy: Tensor, w: Tensor, size: Pair, stride: int, padding: Pair) -> Any:
-        return ops.conv_input_grad(*_stacked(info, dims, dy, w), list(size), stride, list(padding)), 0
+        return ops.conv_input_grad(*stacked(info, dims, dy, w), list(size), stride, list(padding)), 0
 
 
 class _WeightGrad(_FirstOrder):
@@ -84,7 +86,7 @@ class _WeightGrad(_FirstOrder):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, dy: Tensor, kernel: Pair, stride: int, padding: Pair) -> Any:
-        return ops.conv_weight_grad(*_stacked(info, dims, x, dy), list(kernel), stride, list(padding)), 0
+        return ops.conv_weight_grad(*stacked(info, dims, x, dy), list(kernel), stride, list(padding)), 0
 
 
 class _Norm(torch.autograd.Function):
@@ -111,7 +113,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return ops.norm(*_stacked(info, in_dims, *args[:6]), *args[6:]), (0,) * 6
+        return ops.norm(*stacked(info, in_dims, *args[:6]), *args[6:]), (0,) * 6
 
 
 class _NormGrad(_FirstOrder):
@@ -124,7 +126,7 @@ class _NormGrad(_FirstOrder):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return ops.norm_grad(*_stacked(info, in_dims, *args[:5]), *args[5:])[:3], (0,) * 3
+        return ops.norm_grad(*stacked(info, in_dims, *args[:5]), *args[5:])[:3], (0,) * 3
 
 
 class _Dropout(torch.autograd.Function):
@@ -132,7 +134,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, key: Tensor, p: float) -> Tensor:
-        return torch.where(rng.uniform(key, x.shape) >= p, x / (1 - p), 0)
+        return dropped(x, key, p, x.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -145,7 +147,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, key: Tensor, p: float) -> Any:
-        return element_ops.dropout(*_stacked(info, in_dims, x, key), p), 0
+        return element_ops.dropout(*stacked(info, in_dims, x, key), p), 0
 
 
 class _MaxPool(torch.autograd.Function):
@@ -164,7 +166,7 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, side: int) -> Any:
-        return element_ops.max_pool(*_stacked(info, in_dims, x), side), 0
+        return element_ops.max_pool(*stacked(info, in_dims, x), side), 0
 
 
 class _MaxPoolGrad(_FirstOrder):
@@ -174,7 +176,7 @@ class _MaxPoolGrad(_FirstOrder):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, dy: Tensor, side: int) -> Any:
-        return element_ops.max_pool_grad(*_stacked(info, in_dims, x, dy), side), 0
+        return element_ops.max_pool_grad(*stacked(info, in_dims, x, dy), side), 0
 
 
 class StackConv2d(nn.Conv2d):

@@ -18,13 +18,19 @@ from torch import Tensor
 
 
 @triton.jit
+def tile_of_program(rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The channels of this program of a `Cut`, which of its tile's numbers there are, and where they lie."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (channel < CHANNELS)[None, :]
+    return channel, mask, (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
+
+
+@triton.jit
 def _moments_kernel(x_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
     client = tl.program_id(1)
-    row = chunk * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (channel < CHANNELS)[None, :]
-    at = (client.to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
+    channel, mask, at = tile_of_program(rows, CHANNELS, ROWS, BLOCK)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 0) / tl.minimum(rows - chunk * ROWS, ROWS).to(tl.float32)
     away = tl.where(mask, x - mean[None, :], 0.0)
@@ -184,7 +190,8 @@ _MOST_PARTS = 128
 """Parts joined at a time."""
 
 
-def _cut(x: Tensor) -> Cut:
+def cut_of(x: Tensor) -> Cut:
+    """The cut of activations (client, ..., channel)."""
     clients, channels = x.shape[0], x.shape[-1]
     rows = x.numel() // (clients * channels)
     block = min(64, triton.next_power_of_2(channels))
@@ -210,7 +217,7 @@ def run_norm(
     Vectors of channels may lie apart from client to client, as views into a longer row. `parts` are moments that the
     convolution before took, and how many pixels each is of.
     """
-    cut = _cut(x)
+    cut = cut_of(x)
     if training and parts is None:
         taken = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
         _moments_kernel[cut.grid](
@@ -237,7 +244,7 @@ def run_norm_grad(
     y: Tensor | None = None, masked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gamma and beta; with y, dy is that of its ReLU, which `masked` hands over too."""
-    cut = _cut(x)
+    cut = cut_of(x)
     parts = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
     shape = {"CHANNELS": cut.channels, "ROWS": cut.chunk, "BLOCK": cut.block, "RELU": y is not None, "num_warps": 8}
     outer = x if y is None else y
