@@ -67,7 +67,7 @@ def test_clients_with_unequal_work_equal_the_reference_too(method: str) -> None:
 
 @pytest.mark.parametrize("changes", [EPOCHS, {"train__local_steps": 3}], ids=["epochs", "steps"])
 def test_unequal_work_stays_on_the_device_as_few_programs(changes: dict) -> None:
-    """A step for all whose batches are full, one for each size of smaller ones that comes often; augmentation too."""
+    """One step on full batches, and one for each group of smaller ones that comes often; with augmentation."""
     wanted = {"data": tiny.federation((7, 14, 11, 3)), "rounds": 12, "train__augment": "crop(1)+flip", **changes}
     reference = tiny.play(tiny.plan("fedprox", engine__name="sequential", **wanted))
     plan = tiny.plan("fedprox", engine__name="stacked", **wanted)
@@ -78,7 +78,9 @@ def test_unequal_work_stays_on_the_device_as_few_programs(changes: dict) -> None
     assert stayed.seat is not None
     assert not stayed.seat.resident.refused
     (exchange,) = ragged_exchanges(stayed)
-    assert exchange._programs.keys() == {"start", "step", "step of 2", "step of 3", "merge"}
+    (full,) = (name for name in exchange._programs if name.endswith("batches of 4"))
+    smaller = {"step of 1 on batches of 2", "step of 1 on batches of 3", "step of 2 on batches of 3"}
+    assert exchange._programs.keys() == {"start", full, *smaller, "merge"}
 
 
 @pytest.mark.parametrize("steps", [1, 3], ids=["one program a round", "three programs a round"])

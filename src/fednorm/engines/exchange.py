@@ -108,6 +108,7 @@ class Exchange:
             self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
         self._pool = Pool(batches, layouts["server"].channels_last)
         self._programs: dict[str, Program] = {}
+        self._graph_memory = torch.cuda.graph_pool_handle() if plan.device.type == "cuda" else None
 
     def _shapes(self, batches: Batches, size: int) -> dict[str, tuple[int, ...]]:
         """What a message has, for batches of a size."""
@@ -157,11 +158,10 @@ class Exchange:
         """What the merge will remember, with a row a run: found by trying it, since a first merge may begin to."""
         return unnamed("memory", {key: value for key, (_, value) in self._merge(self._state)[1].items()})
 
-    def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]]) -> None:
+    def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]], fused: bool = True) -> None:
         if name not in self._programs:
             started = time.perf_counter()
-            with training_mode(self.plan.prepared.model, self.phase.rule.hold):
-                self._programs[name] = Program(function, self._state)
+            self._programs[name] = Program(function, self._state, fused, self._graph_memory)
             seconds = time.perf_counter() - started
             if seconds > _WORTH_A_LINE:
                 print(f"stacked engine: '{self.phase.name}' {name} made ready in {seconds:.1f} s", file=sys.stderr)
@@ -256,7 +256,8 @@ class Exchange:
         begun = params if anchor is None else self._stacks["params"].unpack(anchor)
         dtype = next(iter(params.values())).dtype
         own = {name: row.to(dtype) for name, row in zip(self.numbers, numbers, strict=True)}
-        out = self._mapped_step()(params, rest, buffers, begun, x, y, batch["batch_keys"], own)
+        with training_mode(self.plan.prepared.model, self.phase.rule.hold):
+            out = self._mapped_step()(params, rest, buffers, begun, x, y, batch["batch_keys"], own)
         new: Tree = {}
         for part, tree in zip(PARTS, (out.params, out.rest, out.buffers), strict=True):
             if extra := tree.keys() - self._stacks[part].shapes.keys():

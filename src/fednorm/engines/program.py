@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,36 +29,45 @@ Rows = dict[str, tuple[Tensor, Tensor]]
 class Program:
     """`function` maps a state to new values of some entries, and to rows of others; a call puts them in their places.
 
-    It is traced once, so it must not look at values, and shapes are those of the state it was made with.
+    It must not look at values, and shapes are those of the state it was made with. Fusing what can be one kernel makes
+    it faster, but takes seconds, most of them for tracing. Programs that never run at once may share `memory`, the
+    pool that a CUDA graph keeps what it needs on its way in.
     """
 
-    def __init__(self, function: Callable[[Tree], tuple[Tree, Rows]], state: Tree) -> None:
+    def __init__(
+        self, function: Callable[[Tree], tuple[Tree, Rows]], state: Tree, fused: bool = True, memory: Any = None
+    ) -> None:
         self._state = state
-        self._traced = fuse(trace(function, state))
-        self._in_place = write_in_place(self._traced, state)
+        self._function: Callable[[Tree], Any] = function
+        self._in_place: Collection[str] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
-        if next(iter(state.values())).is_cuda:
-            compile_kernels(self._traced)
-            self._capture()
+        on_gpu = next(iter(state.values())).is_cuda
+        if fused:
+            self._function = traced = fuse(trace(function, state))
+            self._in_place = write_in_place(traced, state)
+            if on_gpu:
+                compile_kernels(traced)
+        if on_gpu:
+            self._capture(memory)
 
     def __call__(self) -> None:
         if self._graph is None:
-            put(self._state, *self._traced(self._state))
+            put(self._state, *self._function(self._state))
         else:
             self._graph.replay()
 
-    def _capture(self) -> None:
+    def _capture(self, memory: Any) -> None:
         # What is written in place is tried on something that lies in memory as the original does.
         others = {key: Facts.of(self._state[key]).zeros() for key in self._in_place}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
-                self._traced({**self._state, **others})
+                self._function({**self._state, **others})
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            put(self._state, *self._traced(self._state))
+        with torch.cuda.graph(self._graph, pool=memory):
+            put(self._state, *self._function(self._state))
 
 
 def compile_kernels(traced: GraphModule) -> None:

@@ -1,7 +1,7 @@
 """Exchanges of clients with unequal work: other numbers of steps, and batches that end an epoch and are smaller.
 
-A step moves all clients whose batch is full, as one stack; the others, and those that are done, are computed along and
-left as they were. A smaller batch is a step of its client alone. So a batch norm sees what it would have seen alone.
+A step takes some clients out of the stacks, moves them on batches of one size, and puts them back; which ones, and in
+what order, says a timetable. So a batch norm sees what it would have seen alone, and few clients are computed in vain.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fednorm.batches import Batches
-from fednorm.client import training_mode
 from fednorm.engines.exchange import LOSSES, PARTS, Exchange
 from fednorm.engines.program import Rows, put
+from fednorm.engines.timetable import Launch, timetable
 from fednorm.state import Tree
 
 OFTEN = 3
@@ -57,91 +57,77 @@ class Table:
             draws[step, place, :size] = batches.draws(keys[step, place : place + 1], size)[0]
         return cls(rows, keys, draws, torch.tensor([count for _, _, count in work]), sizes)
 
-    @property
-    def full(self) -> Tensor:
-        """Which batches are full."""
-        return self.sizes == self.rows.shape[-1]
+    def launches(self) -> list[Launch]:
+        """What is played, one after the other."""
+        each = zip(self.sizes.T.tolist(), self.counts.tolist(), strict=True)
+        return timetable([own[:count] for own, count in each], self.rows.shape[-1])
 
-    def order(self) -> list[int]:
-        """What is played, one after the other: 0 is a step of all clients with full batches, a size one of a client."""
-        smaller = torch.where(self.full, 0, self.sizes)
-        played = []
-        for any_full, row in zip(self.full.any(1).tolist(), smaller.tolist(), strict=True):
-            played += [0] * any_full + [size for size in row if size]
-        return played
-
-    def message(self) -> dict[str, Tensor]:
+    def message(self, launches: Sequence[Launch]) -> dict[str, Tensor]:
         """What the programs must know of it, beside the batches."""
-        steps, clients = self.sizes.shape
-        smaller = ((self.sizes > 0) & ~self.full).flatten().nonzero().flatten()
-        whole = self.full.any(1).nonzero().flatten()
-        return {
-            "full": self.full.to(torch.int64),
-            "counts": self.counts,
-            "whole": torch.nn.functional.pad(whole, (0, steps - len(whole))),
-            "smaller": torch.nn.functional.pad(smaller, (0, steps * clients - len(smaller))),
-        }
+        clients = self.sizes.shape[1]
+        entries: list[int] = []
+        for launch in launches:
+            entries += [step * clients + client for step, client in launch.steps]
+            entries += [-1 - client for client in launch.fill]
+        room = torch.zeros(_entries(*self.sizes.shape), dtype=torch.int64)
+        room[: len(entries)] = torch.tensor(entries)
+        return {"entries": room, "counts": self.counts}
+
+
+def _entries(steps: int, clients: int) -> int:
+    """Room for the places of all launches."""
+    return 2 * steps * clients
 
 
 class RaggedExchange(Exchange):
-    """The programs of a phase for clients with unequal work; `order` is set before each exchange."""
+    """The programs of a phase for clients with unequal work; `launches` are set before each exchange."""
 
-    order: Sequence[int] = ()
+    launches: Sequence[Launch] = ()
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._own["turn"] = torch.zeros_like(self._own["step"])
-        self._times: Counter[int] = Counter()
+        self._times: Counter[str] = Counter()
 
     def _shapes(self, batches: Batches, size: int) -> dict[str, tuple[int, ...]]:
-        own = {"full": (self.steps, self.rows), "counts": (self.rows,), "whole": (self.steps,)}
-        return {**super()._shapes(batches, size), **own, "smaller": (self.steps * self.rows,)}
+        self._full = size
+        own = {"entries": (_entries(self.steps, self.rows),), "counts": (self.rows,)}
+        return {**super()._shapes(batches, size), **own}
 
     def _play(self) -> None:
         self._run("start", self._start)
-        for size in self.order:
-            if size == 0:
-                self._run("step", self._step)
-            else:
-                self._step_of_one(size)
+        for launch in self.launches:
+            self._step_of(launch.width, launch.size)
         self._run("merge", self._merge)
 
-    def _step_of_one(self, size: int) -> None:
-        name, step = f"step of {size}", partial(self._smaller, size)
-        self._times[size] += 1
-        if self._times[size] > OFTEN:
-            self._run(name, step)
-            return
-        with training_mode(self.plan.prepared.model, self.phase.rule.hold):
+    def _step_of(self, width: int, size: int) -> None:
+        """A step with full batches, or of everybody, is most of the work; others are programs once they come often."""
+        name, step = f"step of {width} on batches of {size}", partial(self._some, width, size)
+        main = size == self._full or width == self.rows
+        self._times[name] += 1
+        if main or self._times[name] > OFTEN:
+            self._run(name, step, fused=main)
+        else:
             put(self._state, *step(self._state))
 
-    def _start(self, state: Tree) -> tuple[Tree, Rows]:
-        new, rows = super()._start(state)
-        return {**new, "turn": torch.zeros_like(state["turn"])}, rows
-
-    def _step(self, state: Tree) -> tuple[Tree, Rows]:
-        at = state["whole"].index_select(0, state["step"])
-        moves = state["full"].index_select(0, at)[0] > 0
-        new, rows = super()._step({**state, "step": at})
-        kept = {key: torch.where(moves.unsqueeze(1), value, state[key]) for key, value in new.items() if key != "step"}
-        loss = torch.where(moves, rows["losses"][1], state["losses"].index_select(0, at))
-        return {**kept, "step": state["step"] + 1}, {"losses": (at, loss)}
-
-    def _smaller(self, size: int, state: Tree) -> tuple[Tree, Rows]:
-        """A step of one client with a batch of this size."""
-        at = state["smaller"].index_select(0, state["turn"])
+    def _some(self, width: int, size: int, state: Tree) -> tuple[Tree, Rows]:
+        """A step of the next clients of the timetable, on batches of this size."""
+        entry = state["entries"].index_select(0, state["step"] + torch.arange(width, device=state["step"].device))
+        moves = entry >= 0
+        at = torch.where(moves, entry, -1 - entry)
         who = at % self.rows
         batch = {
             name: state[name].flatten(0, 1).index_select(0, at) for name in ("batch_rows", "batch_keys", "batch_draws")
         }
         batch |= {name: batch[name][:, :size] for name in ("batch_rows", "batch_draws")}
         own = tuple(f"{part}:" for part in PARTS)
-        one = {key: value.index_select(0, who) for key, value in state.items() if key.startswith(own)}
+        old = {key: value.index_select(0, who) for key, value in state.items() if key.startswith(own)}
         start = self._anchor(state)
         anchor = None if start is None else {name: flat.index_select(0, who) for name, flat in start.items()}
-        new, loss = self._moved(one, batch, state["numbers"].index_select(1, who), anchor)
-        losses = state["losses"].flatten().index_copy(0, at, loss).view_as(state["losses"])
-        return {"turn": state["turn"] + 1, "losses": losses}, {key: (who, value) for key, value in new.items()}
+        new, loss = self._moved(old, batch, state["numbers"].index_select(1, who), anchor)
+        losses = state["losses"].flatten()
+        loss = torch.where(moves, loss, losses.index_select(0, at))
+        rows = {key: (who, torch.where(moves.unsqueeze(1), value, old[key])) for key, value in new.items()}
+        return {"step": state["step"] + width, "losses": losses.index_copy(0, at, loss).view_as(state["losses"])}, rows
 
     def _loss_summary(self, state: Tree) -> Tree:
         losses, counts = state["losses"], state["counts"]

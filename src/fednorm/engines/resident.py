@@ -239,9 +239,9 @@ class Resident:
         steps = power_of_2(max(count for *_, count in work))  # so that there are few numbers of steps
         table = Table.of(plan.batches, work, steps)
         place, exchange = self._exchange(RaggedExchange, {run: task}, steps, table.rows.shape[-1])
-        exchange.order = table.order()
+        exchange.launches = table.launches()
         message = self._message({run: task}, [[table.rows, table.keys, table.draws]])
-        return self._play(place, exchange, {**message, **table.message()}, {run: task})
+        return self._play(place, exchange, {**message, **table.message(exchange.launches)}, {run: task})
 
     def _exchange(
         self, kind: type[AnyExchange], tasks: Mapping[int, Task], steps: int, size: int
