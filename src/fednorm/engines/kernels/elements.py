@@ -27,7 +27,7 @@ def _scramble(x):
     return x ^ (x >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numbers"])
 def _dropout_kernel(x_ptr, keys_ptr, y_ptr, numbers, channels, pixels, p, BLOCK: tl.constexpr):
     """`rng.uniform` counts in the order (batch, channel, pixel), whatever the layout: (batch, pixel, channel) here."""
     client = tl.program_id(1)
@@ -53,7 +53,7 @@ def run_dropout(x: Tensor, keys: Tensor, p: float, channels: int, pixels: int) -
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numbers"])
 def _pool_kernel(
     x_ptr, dy_ptr, out_ptr, numbers, height, width, out_height, out_width,
     CHANNELS: tl.constexpr, SIDE: tl.constexpr, BACKWARD: tl.constexpr, BLOCK: tl.constexpr,
@@ -98,7 +98,7 @@ def run_max_pool(x: Tensor, side: int, dy: Tensor | None = None) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunks"])
 def _relu_grad_kernel(
     dy_ptr, y_ptr, out_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -26,7 +26,7 @@ def tile_of_program(rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.
     return channel, mask, (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunks"])  # one kernel for batches of all sizes
 def _moments_kernel(x_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
     client = tl.program_id(1)
@@ -41,38 +41,38 @@ def _moments_kernel(x_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS:
 
 @triton.jit
 def _join(
-    part_ptr, client, part_rows, rows, channel,
-    COUNT: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    part_ptr, client, part_rows, rows, parts, channel,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Mean and biased variance of a client's channels, from the moments of its parts."""
-    base = part_ptr + client * COUNT * (2 * CHANNELS) + channel[None, :]
+    base = part_ptr + client * parts * (2 * CHANNELS) + channel[None, :]
     inside = (channel < CHANNELS)[None, :]
     mean = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, COUNT, PARTS):
-        part = start + tl.arange(0, PARTS)
+    for turn in tl.static_range(TURNS):
+        part = turn * PARTS + tl.arange(0, PARTS)
         count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
         at = part[:, None] * (2 * CHANNELS)
-        means = tl.load(base + at, mask=(part < COUNT)[:, None] & inside, other=0.0)
+        means = tl.load(base + at, mask=(part < parts)[:, None] & inside, other=0.0)
         mean += tl.sum(means * count[:, None], 0)
     mean = mean / rows
     var = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, COUNT, PARTS):
-        part = start + tl.arange(0, PARTS)
+    for turn in tl.static_range(TURNS):
+        part = turn * PARTS + tl.arange(0, PARTS)
         count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
         at = part[:, None] * (2 * CHANNELS)
-        mask = (part < COUNT)[:, None] & inside
+        mask = (part < parts)[:, None] & inside
         away = tl.load(base + at, mask=mask, other=0.0) - mean[None, :]
         squares = tl.load(base + at + CHANNELS, mask=mask, other=0.0)
         var += tl.sum(squares + away * away * count[:, None], 0)
     return mean, var / rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _normalise_kernel(
     x_ptr, part_ptr, gamma_ptr, beta_ptr, add_ptr, old_mean_ptr, old_var_ptr, counter_ptr,
     y_ptr, mean_ptr, var_ptr, new_mean_ptr, new_var_ptr, new_counter_ptr,
-    gamma_stride, beta_stride, old_mean_stride, old_var_stride, counter_stride, rows, part_rows, rate, eps,
-    COUNT: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    gamma_stride, beta_stride, old_mean_stride, old_var_stride, counter_stride, rows, parts, part_rows, rate, eps,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
     TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -83,7 +83,7 @@ def _normalise_kernel(
     old_mean = tl.load(old_mean_ptr + client * old_mean_stride + channel, mask=inside, other=0.0)
     old_var = tl.load(old_var_ptr + client * old_var_stride + channel, mask=inside, other=1.0)
     if TRAINING:
-        mean, var = _join(part_ptr, client, part_rows, rows, channel, COUNT, CHANNELS, BLOCK, PARTS)
+        mean, var = _join(part_ptr, client, part_rows, rows, parts, channel, CHANNELS, BLOCK, PARTS, TURNS)
     else:
         mean, var = old_mean, old_var
     scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * tl.rsqrt(var + eps)
@@ -108,7 +108,7 @@ def _normalise_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunks"])
 def _grad_sums_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, part_ptr, rows, chunks, eps,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
@@ -132,7 +132,7 @@ def _grad_sums_kernel(
     tl.store(base + CHANNELS, tl.sum(dy * hat, 0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunks"])
 def _input_grad_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
     gamma_stride, rows, chunks, eps,
@@ -186,8 +186,15 @@ class Cut(NamedTuple):
 
 _ELEMENTS = 8192
 """Numbers of a program: a tile that stays in registers."""
-_MOST_PARTS = 128
-"""Parts joined at a time."""
+_FEWEST_PARTS, _MOST_PARTS = 16, 128
+"""Parts joined at a time; where there are fewer, the same kernel serves."""
+
+_MOST_CHUNKS = 256
+"""Few enough for every program to join them all."""
+
+
+def _power_of_2(parts: int, most: int) -> int:
+    return min(most, max(_FEWEST_PARTS, triton.next_power_of_2(parts)))
 
 
 def cut_of(x: Tensor) -> Cut:
@@ -195,8 +202,7 @@ def cut_of(x: Tensor) -> Cut:
     clients, channels = x.shape[0], x.shape[-1]
     rows = x.numel() // (clients * channels)
     block = min(64, triton.next_power_of_2(channels))
-    # At most 256 chunks, so that every program can join them all.
-    chunk = max(_ELEMENTS // block, triton.next_power_of_2(triton.cdiv(rows, 256)))
+    chunk = max(_ELEMENTS // block, triton.next_power_of_2(triton.cdiv(rows, _MOST_CHUNKS)))
     return Cut(clients, rows, channels, chunk, triton.cdiv(rows, chunk), block)
 
 
@@ -226,14 +232,15 @@ def run_norm(
         parts = taken, cut.chunk
     moments, part_rows = parts or (gamma, 1)
     count = moments.shape[1] if training else 1
+    at_once = _power_of_2(count, _MOST_PARTS)
     y = torch.empty_like(x)
     mean, var = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
     moved = Running(*(each.new_empty(each.shape) for each in running)) if training else running
     strides = [each.stride(0) for each in (gamma, beta, *running)]
     _normalise_kernel[cut.grid](
         x, moments, gamma, beta, x if addend is None else addend, *running, y, mean, var, *moved, *strides,
-        cut.rows, part_rows, rate, eps, COUNT=count, CHANNELS=cut.channels, ROWS=cut.chunk, BLOCK=cut.block,
-        PARTS=min(_MOST_PARTS, triton.next_power_of_2(count)), TRAINING=training, ADD=addend is not None, RELU=relu,
+        cut.rows, count, part_rows, rate, eps, CHANNELS=cut.channels, ROWS=cut.chunk, BLOCK=cut.block,
+        PARTS=at_once, TURNS=triton.cdiv(count, at_once), TRAINING=training, ADD=addend is not None, RELU=relu,
         num_warps=8,
     )  # fmt: skip
     return y, mean, var, moved
@@ -254,6 +261,6 @@ def run_norm_grad(
     dgamma, dbeta = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
     _input_grad_kernel[cut.grid](
         x, dy, outer, mean, var, gamma, parts, dx, dgamma, dbeta, through, gamma.stride(0), cut.rows, cut.chunks, eps,
-        CHUNKS=triton.next_power_of_2(cut.chunks), TRAINING=training, MASKED=masked, **shape,
+        CHUNKS=_power_of_2(cut.chunks, _MOST_CHUNKS), TRAINING=training, MASKED=masked, **shape,
     )  # fmt: skip
     return dx, dgamma, dbeta, through
