@@ -131,6 +131,18 @@ def check_pool(side: int, height: int, width: int) -> None:
     close(channels_second(elements.run_max_pool(x, side, dy)).flatten(0, 1), dx)
 
 
+def check_thin(stride: int, before: int, after: int, height: int, width: int) -> None:
+    x = torch.randn(2, 3, 5, height, width, device=DEVICE, requires_grad=True)
+    y = functional.pad(x[..., ::stride, ::stride], (0, 0, 0, 0, before, after))
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    size, channels = (y.shape[3], y.shape[4]), y.shape[2]
+    got = elements.run_thin(channels_last(x.detach()), size, channels, before, stride, backward=False)
+    close(channels_second(got), y)
+    got = elements.run_thin(channels_last(dy), (height, width), 5, before, stride, backward=True)
+    close(channels_second(got), dx)
+
+
 def check_relu_grad(channels: int) -> None:
     y, dy = (torch.randn(2, 3, 9, 7, channels, device=DEVICE) for _ in range(2))
     wanted = dy * (y > 0)
@@ -176,6 +188,8 @@ def main() -> None:
     check_dropout((3, 4, 5, 6), 0.25)
     for case in ((2, 8, 6), (2, 7, 9), (3, 7, 6)):
         check_pool(*case)
+    for case in ((2, 2, 3, 8, 8), (2, 0, 0, 7, 5), (3, 1, 0, 6, 7), (1, 4, 4, 3, 3)):
+        check_thin(*case)
     for channels in (3, 32, 70):
         check_relu_grad(channels)
     check_fold(4, 1500)

@@ -70,3 +70,9 @@ def aligned_like(flat: Tensor) -> Tensor:
 def aligned(flat: Tensor) -> Tensor:
     """A copy of a matrix whose rows begin at aligned addresses."""
     return aligned_like(flat).copy_(flat)
+
+
+def aligned_rows(flat: Tensor, rows: Tensor) -> Tensor:
+    """Copies of some rows of a matrix whose rows begin at aligned addresses; so do theirs."""
+    whole = flat.as_strided((len(flat), flat.stride(0)), flat.stride())
+    return whole.index_select(0, rows)[:, : flat.shape[1]]

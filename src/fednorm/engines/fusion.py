@@ -7,6 +7,7 @@ leaves the result as it was, up to the order of additions.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -16,8 +17,7 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fednorm.engines.kernels import element_ops as element_ops
-from fednorm.engines.kernels import ops  # both also make their operators known to torch
+from fednorm.engines.kernels import element_ops, ops  # which also make their operators known to torch
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
 MOST_PARTS = 1024
@@ -118,6 +118,51 @@ def _take_in_bias_grad(graph: Graph, behind: Node) -> None:
     total.replace_all_uses_with(shaped)
     for gone in (total, behind):
         graph.erase_node(gone)
+
+
+def _thin_at_once(graph: Graph, pad: Node) -> None:
+    """Every so many-th row and column, and zeros as further channels, are one pass."""
+    columns = pad.args[0]
+    rows = columns.args[0] if _is_slice(columns, 4) else None  # type: ignore[union-attr]
+    if not _is_slice(rows, 3) or any(pad.args[2:]) or not _pads_channels(pad):
+        return
+    x, stride = rows.args[0], rows.args[4]  # type: ignore[union-attr]
+    before, after = cast(Any, pad.args[1])[4:]
+    if columns.args[4] == stride and min(before, after) >= 0 and _channels_last(x):  # type: ignore[union-attr]
+        _replace_call(graph, pad, _own.thin.default, (x, stride, before, after))
+
+
+def _thin_grad_at_once(graph: Graph, rows: Node) -> None:
+    """The way back of the same."""
+    columns = rows.args[0]
+    pad = columns.args[0] if _is_slice_grad(columns, 4) else None  # type: ignore[union-attr]
+    if not _is_slice_grad(rows, 3) or not isinstance(pad, Node) or pad.target is not _aten.constant_pad_nd.default:
+        return
+    stride, (*_, height, width) = rows.args[5], cast(Any, rows.args[1])
+    before, after = (-each for each in cast(Any, pad.args[1])[4:]) if _pads_channels(pad) else (-1, -1)
+    if columns.args[5] == stride and min(before, after) >= 0 and _channels_last(pad.args[0]):  # type: ignore[union-attr]
+        _replace_call(graph, rows, _own.thin_grad.default, (pad.args[0], [height, width], stride, before, after))
+
+
+def _pads_channels(pad: Node) -> bool:
+    """Whether a stack of images is padded, or cut, along the channels alone."""
+    around = cast(Any, pad.args[1])
+    return len(around) == 6 and not any(around[:4]) and pad.meta["val"].dim() == 5
+
+
+def _channels_last(node: Any) -> bool:
+    return element_ops.is_channels_last(node.meta["val"])
+
+
+def _is_slice(node: Any, axis: int) -> bool:
+    """Whether this is a slice from end to end along an axis."""
+    plain = isinstance(node, Node) and node.target is _aten.slice.Tensor and len(node.args) == 5
+    return plain and tuple(node.args[1:4]) == (axis, 0, sys.maxsize)
+
+
+def _is_slice_grad(node: Any, axis: int) -> bool:
+    plain = isinstance(node, Node) and node.target is _aten.slice_backward.default
+    return plain and tuple(node.args[2:5]) == (axis, 0, sys.maxsize)
 
 
 def _take_in_parts(graph: Graph, update: Node) -> None:
@@ -283,6 +328,8 @@ _REWRITES: tuple[tuple[Any, Callable[[Graph, Node], None]], ...] = (
     (_aten.permute.default, _drop_idle_permutation),
     (_aten.copy.default, _drop_copy),
     (_aten.cat.default, _drop_rejoining),
+    (_aten.constant_pad_nd.default, _thin_at_once),
+    (_aten.slice_backward.default, _thin_grad_at_once),
     (_own.conv.default, _take_in_bias_and_relu),
     (_aten.threshold_backward.default, _take_in_bias_grad),
     (_own.sgd.default, _take_in_parts),
@@ -320,6 +367,16 @@ def _alike(left: Node, right: Node) -> bool:
 
 def _all_after(place: Node, nodes: list[Node]) -> bool:
     return all(place < node for node in nodes)
+
+
+def _replace_call(graph: Graph, gone: Node, target: Any, args: tuple[Any, ...]) -> None:
+    """Let another operator, with a result alike, stand in a node's place."""
+    with graph.inserting_before(gone):
+        node = graph.call_function(target, args)
+    given = [each.meta["val"] if isinstance(each, Node) else each for each in args]
+    node.meta = {"val": target(*given)}
+    gone.replace_all_uses_with(node)
+    graph.erase_node(gone)
 
 
 def _replace_by(graph: Graph, gone: Node, node: Node) -> None:

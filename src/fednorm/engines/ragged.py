@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fednorm.batches import Batches
 from fednorm.engines.exchange import LOSSES, PARTS, Exchange
+from fednorm.engines.flat import aligned_rows
 from fednorm.engines.program import Rows, put
 from fednorm.engines.timetable import Launch, timetable
 from fednorm.state import Tree
@@ -51,10 +52,11 @@ class Table:
                 rows[number, place, : own[number]] = part
         firsts = torch.tensor([first for _, first, _ in work])
         keys = batches.keys(torch.tensor([client for client, _, _ in work]), firsts + torch.arange(steps)[:, None])
-        draws = batches.draws(keys, full)
-        for step, place in ((sizes > 0) & (sizes < full)).nonzero().tolist():
-            size = int(sizes[step, place])
-            draws[step, place, :size] = batches.draws(keys[step, place : place + 1], size)[0]
+        numbers = batches.draws(keys[:1, :1], full).shape[3:]
+        draws = torch.zeros(steps, len(work), full, *numbers, dtype=torch.int64)
+        for size in set(sizes.flatten().tolist()) - {0}:
+            at = (sizes == size).nonzero(as_tuple=True)
+            draws[(*at, slice(size))] = batches.draws(keys[at], size)
         return cls(rows, keys, draws, torch.tensor([count for _, _, count in work]), sizes)
 
     def launches(self) -> list[Launch]:
@@ -120,7 +122,7 @@ class RaggedExchange(Exchange):
         }
         batch |= {name: batch[name][:, :size] for name in ("batch_rows", "batch_draws")}
         own = tuple(f"{part}:" for part in PARTS)
-        old = {key: value.index_select(0, who) for key, value in state.items() if key.startswith(own)}
+        old = {key: aligned_rows(value, who) for key, value in state.items() if key.startswith(own)}
         start = self._anchor(state)
         anchor = None if start is None else {name: flat.index_select(0, who) for name, flat in start.items()}
         new, loss = self._moved(old, batch, state["numbers"].index_select(1, who), anchor)

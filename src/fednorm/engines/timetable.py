@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import ceil
 
-from fednorm.engines.kernels.tiles import few_numbers
+from fednorm.engines.kernels.tiles import power_of_2
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,14 @@ def timetable(sizes: Sequence[Sequence[int]], full: int) -> list[Launch]:
 def stack_width(counts: Sequence[int]) -> int:
     """How many clients with so many steps to take at once: wider stacks would not be done sooner.
 
+    A power of 2 or half as much again, so that there are few widths.
+
     >>> [stack_width(counts) for counts in ([5, 5, 5], [9, 1, 1], [10, 8, 7, 5, 5, 5])]
     [3, 2, 4]
     """
-    wanted = ceil(sum(counts) / max(max(counts), 1))
-    return next(width for width in count(max(wanted, 1)) if few_numbers(width) == width)
+    wanted = max(1, ceil(sum(counts) / max(1, *counts)))
+    above = power_of_2(wanted)
+    return above * 3 // 4 if above >= 4 and wanted <= above * 3 // 4 else above
 
 
 def _parts(clients: Sequence[int], everybody: int) -> list[Sequence[int]]:

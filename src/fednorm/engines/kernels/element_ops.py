@@ -15,13 +15,14 @@ from fednorm.optim import SGD, slot
 from fednorm.pieces.reductions import fold as folded
 
 
-def _is_channels_last(x: Tensor) -> bool:
+def is_channels_last(x: Tensor) -> bool:
+    """Whether images (client, batch, channel, height, width) lie in memory with the channel last."""
     return x.dim() == 5 and x.permute(0, 1, 3, 4, 2).is_contiguous()
 
 
 def _laid_like(x: Tensor, y: Tensor) -> Tensor:
     """y, with the channel last in memory where it is so in x, else contiguous."""
-    return channels_second(channels_last(y)) if _is_channels_last(x) else y.contiguous()
+    return channels_second(channels_last(y)) if is_channels_last(x) else y.contiguous()
 
 
 @torch.library.custom_op("fednorm::dropout", mutates_args=())
@@ -30,7 +31,7 @@ def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
     if kernels_fit(x):
         from fednorm.engines.kernels.elements import run_dropout
 
-        if _is_channels_last(x):
+        if is_channels_last(x):
             channels, pixels = x.shape[2], x.shape[3] * x.shape[4]
             return channels_second(run_dropout(channels_last(x), keys, p, channels, pixels))
         return run_dropout(x.contiguous(), keys, p, 1, 1)
@@ -79,6 +80,45 @@ def max_pool_grad(x: Tensor, dy: Tensor, side: int) -> Tensor:
 @max_pool_grad.register_fake
 def _(x: Tensor, dy: Tensor, side: int) -> Tensor:
     return channels_second(channels_last(x.new_empty(x.shape)))
+
+
+@torch.library.custom_op("fednorm::thin", mutates_args=())
+def thin(x: Tensor, stride: int, before: int, after: int) -> Tensor:
+    """Every so many-th pixel, with zeros as further channels: a residual block's shortcut without weights."""
+    if kernels_fit(x):
+        from fednorm.engines.kernels.elements import run_thin
+
+        (*_, channels, _, _), size = x.shape, _thinned(x, stride)
+        return channels_second(run_thin(channels_last(x), size, before + channels + after, before, stride, False))
+    y = functional.pad(x[..., ::stride, ::stride], (0, 0, 0, 0, before, after))
+    return channels_second(channels_last(y))
+
+
+def _thinned(x: Tensor, stride: int) -> tuple[int, int]:
+    return -(-x.shape[3] // stride), -(-x.shape[4] // stride)
+
+
+@thin.register_fake
+def _(x: Tensor, stride: int, before: int, after: int) -> Tensor:
+    return channels_second(x.new_empty(*x.shape[:2], *_thinned(x, stride), before + x.shape[2] + after))
+
+
+@torch.library.custom_op("fednorm::thin_grad", mutates_args=())
+def thin_grad(dy: Tensor, size: list[int], stride: int, before: int, after: int) -> Tensor:
+    """The gradient of x of this height and width."""
+    channels = dy.shape[2] - before - after
+    if kernels_fit(dy):
+        from fednorm.engines.kernels.elements import run_thin
+
+        return channels_second(run_thin(channels_last(dy), (size[0], size[1]), channels, before, stride, True))
+    dx = channels_second(dy.new_zeros(*dy.shape[:2], *size, channels))
+    dx[..., ::stride, ::stride] = dy[:, :, before : before + channels]
+    return dx
+
+
+@thin_grad.register_fake
+def _(dy: Tensor, size: list[int], stride: int, before: int, after: int) -> Tensor:
+    return channels_second(dy.new_empty(*dy.shape[:2], *size, dy.shape[2] - before - after))
 
 
 @torch.library.custom_op("fednorm::relu_bias_grad", mutates_args=())

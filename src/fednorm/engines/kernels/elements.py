@@ -1,4 +1,4 @@
-"""Triton kernels of one pass over their numbers: dropout, pooling, the gradient of a ReLU, SGD, the clients' sum.
+"""Triton kernels of one pass over their numbers: dropout, pooling, shortcuts, a ReLU's gradient, SGD, clients' sums.
 
 Done by torch's operators each is several passes, and a stack of large models is bound by its passes over memory.
 """
@@ -96,6 +96,37 @@ def run_max_pool(x: Tensor, side: int, dy: Tensor | None = None) -> Tensor:
         CHANNELS=channels, SIDE=side, BACKWARD=dy is not None, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def _thin_kernel(
+    x_ptr, y_ptr, numbers, height, width, out_height, out_width,
+    CHANNELS: tl.constexpr, OUT: tl.constexpr, BEFORE: tl.constexpr, STRIDE: tl.constexpr, BACKWARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every STRIDE-th pixel, its channels after BEFORE zeros; BACKWARD puts them back where they were taken from."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    channel, pixel = at % OUT, at // OUT
+    column, row, image = pixel % out_width, (pixel // out_width) % out_height, pixel // (out_width * out_height)
+    if BACKWARD:
+        from_row, from_column, from_channel = row // STRIDE, column // STRIDE, channel + BEFORE
+        there = (row % STRIDE == 0) & (column % STRIDE == 0)
+    else:
+        from_row, from_column, from_channel = row * STRIDE, column * STRIDE, channel - BEFORE
+        there = (from_channel >= 0) & (from_channel < CHANNELS)
+    source = ((image * height + from_row) * width + from_column) * CHANNELS + from_channel
+    tl.store(y_ptr + at, tl.load(x_ptr + source, mask=inside & there, other=0.0), mask=inside)
+
+
+def run_thin(x: Tensor, size: tuple[int, int], channels: int, before: int, stride: int, backward: bool) -> Tensor:
+    """x (client, batch, height, width, channel), contiguous, thinned to a size and widened to `channels`, or back."""
+    y = x.new_empty(*x.shape[:2], *size, channels)
+    _thin_kernel[(triton.cdiv(y.numel(), _BLOCK),)](
+        x, y, y.numel(), x.shape[2], x.shape[3], *size,
+        CHANNELS=x.shape[4], OUT=channels, BEFORE=before, STRIDE=stride, BACKWARD=backward, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return y
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])

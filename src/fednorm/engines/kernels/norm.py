@@ -186,7 +186,7 @@ class Cut(NamedTuple):
 
 _ELEMENTS = 8192
 """Numbers of a program: a tile that stays in registers."""
-_FEWEST_PARTS, _MOST_PARTS = 16, 128
+_FEWEST_PARTS, _MOST_PARTS = 64, 128
 """Parts joined at a time; where there are fewer, the same kernel serves."""
 
 _MOST_CHUNKS = 256

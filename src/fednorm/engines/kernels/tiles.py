@@ -23,16 +23,6 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def few_numbers(number: int) -> int:
-    """The largest power of 2, or half as much again, that is not above: where each number costs a kernel or a program.
-
-    >>> [few_numbers(n) for n in (1, 2, 3, 5, 7, 11, 12)]
-    [1, 2, 3, 4, 6, 8, 12]
-    """
-    below = 1 << (number.bit_length() - 1)
-    return below * 3 // 2 if below > 1 and number >= below * 3 // 2 else below
-
-
 def out_block(outs: int) -> int:
     """Output channels of a program."""
     return min(64, max(16, power_of_2(outs)))
