@@ -176,16 +176,17 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     tile, programs = weight_tile(terms, outs, x.dtype == torch.float32)
     block_out = out_block(outs)
     places = triton.cdiv(terms, tile.terms) * triton.cdiv(outs, block_out)
-    # Enough programs to fill the chip, and no fewer than a few turns for each.
+    # Enough programs to fill the chip, and no fewer than a few turns for each: as many for all small batches.
     tiles = triton.cdiv(batch * out_height * out_width, tile.pixels)
-    splits = max(1, min(tiles // 4, programs // (places * clients)))
+    turns = max(4, triton.cdiv(tiles, max(1, programs // (places * clients))))
+    splits = triton.cdiv(tiles, turns)
     parts = torch.empty(
         splits, clients, outs, shape.kernel_h, shape.kernel_w, ins, dtype=torch.float32, device=x.device
     )
     _weight_kernel[(splits, clients, places)](
         x, dy, parts, batch, height, width, out_height, out_width, clients,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
-        KW=shape.kernel_w, TURNS=triton.cdiv(tiles, splits), PRECISION=_precision(), PIXELS=tile.pixels,
+        KW=shape.kernel_w, TURNS=turns, PRECISION=_precision(), PIXELS=tile.pixels,
         TERMS=tile.terms, BLOCK_OUT=block_out, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return parts.sum(0) if splits > 1 else parts[0]
