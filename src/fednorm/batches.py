@@ -121,7 +121,7 @@ class Batches:
 
     def span(self, clients: Sequence[int], firsts: Sequence[int], steps: int) -> tuple[Tensor, Tensor]:
         """(rows, keys) of some batches in a row of equal size, (step, client, ...), on the host."""
-        self._draw_orders(clients, firsts)
+        self.draw_orders(clients, firsts, [steps] * len(clients))
         each = zip(clients, firsts, strict=True)
         rows = torch.stack([self.stream(client).span(first, steps).view(steps, -1) for client, first in each], 1)
         ks = torch.tensor(firsts) + torch.arange(steps).unsqueeze(1)
@@ -131,18 +131,17 @@ class Batches:
         """The keys of these batches of these clients, one broadcast against the other."""
         return rng.key(self.seed, "step", clients, ks)
 
-    def _draw_orders(self, clients: Sequence[int], firsts: Sequence[int]) -> None:
-        """Draw the orders of the epochs that begin or go on here, for all clients of one size at once."""
+    def draw_orders(self, clients: Sequence[int], firsts: Sequence[int], steps: Sequence[int]) -> None:
+        """Have the orders of all epochs of some batches at hand, drawn for all clients of one size at once."""
         wanting: dict[int, list[tuple[int, int]]] = {}
-        for client, first in zip(clients, firsts, strict=True):
+        for client, first, count in zip(clients, firsts, steps, strict=True):
             stream = self.stream(client)
-            epoch = stream.lacks(first)
-            if epoch is not None:
-                wanting.setdefault(stream.count, []).append((client, epoch))
-        for count, some in wanting.items():
-            who, epochs = torch.tensor(some).T
-            for (client, epoch), order in zip(some, epoch_order(self.seed, who, count, epochs), strict=True):
-                self.stream(client).prime(epoch, order)
+            wanting.setdefault(stream.count, []).extend((client, epoch) for epoch in stream.lacks(first, count))
+        for size, some in wanting.items():
+            if some:
+                who, epochs = torch.tensor(some).T
+                for (client, epoch), order in zip(some, epoch_order(self.seed, who, size, epochs), strict=True):
+                    self.stream(client).prime(epoch, order)
 
     @cached_property
     def _chain(self) -> Augmentation:

@@ -29,6 +29,24 @@ def test_the_history_of_requests_does_not_matter(client: int, requests: list[int
         assert torch.equal(key, fresh_key)
 
 
+SPANS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 30), min_size=3, max_size=3)), max_size=5)
+
+
+@given(st.integers(1, 9), SPANS)
+def test_batches_drawn_for_many_at_once_are_those_drawn_one_by_one(steps: int, asked: list) -> None:
+    """Over several epochs, of clients at other places in theirs, whatever was drawn before."""
+    batches = make(tiny.federation((8, 12, 8)), batch_size=4)
+    for single, firsts in asked:
+        batches.batch(single, firsts[0])
+        rows, keys = batches.span((0, 1, 2), firsts, steps)
+        for step in range(steps):
+            wanted = make(tiny.federation((8, 12, 8)), batch_size=4).places(
+                (0, 1, 2), [first + step for first in firsts]
+            )
+            assert torch.equal(rows[step], wanted[0])
+            assert torch.equal(keys[step], wanted[1])
+
+
 def test_seed_client_and_place_all_matter() -> None:
     data = tiny.federation((40, 40))
     keys = {int(make(data, seed=seed).batch(client, k)[2]) for seed in (0, 1) for client in (0, 1) for k in (0, 1)}

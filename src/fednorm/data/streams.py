@@ -46,7 +46,7 @@ def batch_rows(seed: int, client: int, rows: Tensor, batch_size: int, k: int) ->
 
 
 class Stream:
-    """The batches of one client; keeps the order of the last epoch asked for, which changes nothing but the speed."""
+    """The batches of one client; keeps some epochs' orders at hand, which changes nothing but the speed."""
 
     def __init__(self, seed: int, client: int, rows: Tensor, batch_size: int) -> None:
         self.seed = seed
@@ -56,8 +56,7 @@ class Stream:
         self.count = len(rows)
         self.batches_per_epoch = batches_per_epoch(self.count, batch_size)
         self.all_full = self.batches_per_epoch * batch_size <= self.count
-        self._epoch = -1
-        self._shuffled = rows
+        self._epochs: dict[int, Tensor] = {}
 
     def batch(self, k: int) -> Tensor:
         """The rows of batch number k, counted from 0 over the client's whole life."""
@@ -87,16 +86,18 @@ class Stream:
             first, steps = first + taken, steps - taken
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
+    def lacks(self, first: int, steps: int) -> list[int]:
+        """The epochs of some batches in a row whose orders are not at hand; those of epochs before are put away."""
+        wanted = range(first // self.batches_per_epoch, (first + steps - 1) // self.batches_per_epoch + 1)
+        self._epochs = {epoch: rows for epoch, rows in self._epochs.items() if epoch in wanted}
+        return [epoch for epoch in wanted if epoch not in self._epochs]
+
     def prime(self, epoch: int, order: Tensor) -> None:
         """Take over an epoch's order, which somebody drew for many clients at once."""
-        self._shuffled, self._epoch = self.rows[order.to(self.rows.device)], epoch
-
-    def lacks(self, k: int) -> int | None:
-        """The epoch of batch number k, where its order is not at hand."""
-        epoch = k // self.batches_per_epoch
-        return epoch if epoch != self._epoch else None
+        self._epochs[epoch] = self.rows[order.to(self.rows.device)]
 
     def _epoch_rows(self, epoch: int) -> Tensor:
-        if epoch != self._epoch:
+        if epoch not in self._epochs:
+            self._epochs.clear()
             self.prime(epoch, epoch_order(self.seed, self.client, self.count, epoch))
-        return self._shuffled
+        return self._epochs[epoch]

@@ -43,6 +43,7 @@ class Table:
         """The next batches of clients, given as (client, first batch, how many)."""
         streams = [batches.stream(client) for client, _, _ in work]
         full = streams[0].batch_size
+        batches.draw_orders(*zip(*work, strict=True))
         rows = torch.zeros(steps, len(work), full, dtype=torch.int64)
         sizes = torch.zeros(steps, len(work), dtype=torch.int64)
         for place, (stream, (_, first, count)) in enumerate(zip(streams, work, strict=True)):
