@@ -18,7 +18,8 @@ from fednorm.config import RunConfig, updated
 from fednorm.engines.exchange import Exchange
 from fednorm.engines.pack import same, same_program, take_seats
 from fednorm.engines.resident import LOG_ROWS, Resident
-from fednorm.engines.rounds import Row, Run, play_together
+from fednorm.engines.rounds import Row, Run
+from fednorm.engines.together import play_together
 from fednorm.errors import DivergedError, FednormError
 from fednorm.folder import RunFolder
 from fednorm.plan import Plan
@@ -230,7 +231,7 @@ def test_checkpoints_are_not_missed_by_rounds_settled_together(monkeypatch: pyte
         whole(self, round, *rest)
 
     monkeypatch.setattr(Store, "commit", commit)
-    monkeypatch.setattr("fednorm.engines.rounds.SETTLE_SECONDS", 1e9)
+    monkeypatch.setattr("fednorm.engines.together.SETTLE_SECONDS", 1e9)
     rows_of(seated([made(rounds=20, eval__every=7, engine__checkpoint_every=3)]))
     assert committed == [0, 3, 6, 9, 12, 15, 18, 20]
 

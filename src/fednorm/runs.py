@@ -18,7 +18,8 @@ from fednorm.config import RunConfig, all_fields, differences, from_dict, to_dic
 from fednorm.data.federation import Examples, Federation, from_clients
 from fednorm.engines.pack import take_seats
 from fednorm.engines.ranks import Alone, join
-from fednorm.engines.rounds import Row, Run, play_together
+from fednorm.engines.rounds import Row, Run
+from fednorm.engines.together import play_together
 from fednorm.errors import CheckpointError, ConfigError, FednormError, unknown
 from fednorm.evaluate import global_model
 from fednorm.folder import RunFolder, read_json, write_json

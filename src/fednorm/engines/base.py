@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum, auto
 from typing import Protocol
 
 import torch
@@ -52,21 +53,34 @@ def start_state(plan: Plan, schema: Schema, server: Tree, mine: Tree) -> Tree:
     return {key: value.clone() for key, value in start_view(plan, schema, server, mine).items()}
 
 
+class Source(IntEnum):
+    """Where an entry comes from when a client starts a phase."""
+
+    SERVER = auto()
+    OWN = auto()
+    INITIAL = auto()
+    ZEROS = auto()
+    """as optimizer buffers do, which have no initial value but zero"""
+
+
+def source_of(key: str, policy: Policy, initial: Container[str]) -> Source:
+    """Where an entry with this policy comes from, `initial` being the keys that have an initial value."""
+    if policy in DOWN:
+        return Source.SERVER
+    if policy is Policy.LOCAL:
+        return Source.OWN
+    return Source.INITIAL if key in initial else Source.ZEROS
+
+
 def start_view(plan: Plan, schema: Schema, server: Tree, mine: Tree) -> Tree:
     """`start_state` without copies, for those who change no tensor in place."""
+    initial = plan.prepared.initial
+    trees = {Source.SERVER: server, Source.OWN: {**initial, **mine}, Source.INITIAL: initial, Source.ZEROS: {}}
     state: Tree = {}
     for key, (entry, policy) in schema.items():
-        if policy in DOWN:
-            source = server.get(key)
-        elif policy is Policy.LOCAL:
-            source = mine.get(key, plan.prepared.initial.get(key))
-        else:
-            source = plan.prepared.initial.get(key)
-        # Optimizer buffers have no initial value but zero.
+        value = trees[source_of(key, policy, initial)].get(key)
         state[key] = (
-            torch.zeros(entry.shape, dtype=entry.dtype, device=plan.device)
-            if source is None
-            else source.to(plan.device)
+            torch.zeros(entry.shape, dtype=entry.dtype, device=plan.device) if value is None else value.to(plan.device)
         )
     return state
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fednorm.batches import Batches
 from fednorm.client import Step, training_mode
-from fednorm.engines.base import mapped_spec, parts_of
+from fednorm.engines.base import Source, mapped_spec, parts_of, source_of
 from fednorm.engines.flat import ALIGNMENT, Flats, Layout, aligned
 from fednorm.engines.kernels.joint import StackCohort, on_stack
 from fednorm.engines.pool import Pool
@@ -23,7 +23,7 @@ from fednorm.optim import joined
 from fednorm.pieces.reductions import merging
 from fednorm.pieces.weights import Reports
 from fednorm.plan import Plan
-from fednorm.server import DOWN, keys_with, merge_stack
+from fednorm.server import keys_with, merge_stack
 from fednorm.state import Policy, Tree
 
 LOSSES = ("all", "last_epoch", "last_batch")
@@ -81,6 +81,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         self.plan, self.phase = plan, phase
         self.runs, self.clients, self.steps, self.log_rows = runs, clients, steps, log_rows
+        self.batch_size = batch_size
         self.schema = plan.schema(phase)
         self.numbers = list(plan.numbers(phase, 1))
         self.turn = 0
@@ -89,7 +90,7 @@ class Exchange:
         self._copied: tuple[int, LogCopy] | None = None
         self._common, self._layouts = common, layouts
         rows = self.rows = runs * clients
-        message = self._shapes(batches, batch_size)
+        message = self._shapes(batches)
         sizes = [prod(shape) for shape in message.values()]
         self._inbox = torch.zeros(sum(sizes), dtype=torch.int64, device=plan.device)
         self._message = {
@@ -110,9 +111,9 @@ class Exchange:
         self._programs: dict[str, Program] = {}
         self._graph_memory = torch.cuda.graph_pool_handle() if plan.device.type == "cuda" else None
 
-    def _shapes(self, batches: Batches, size: int) -> dict[str, tuple[int, ...]]:
-        """What a message has, for batches of a size."""
-        steps, rows = self.steps, self.rows
+    def _shapes(self, batches: Batches) -> dict[str, tuple[int, ...]]:
+        """What a message has."""
+        steps, rows, size = self.steps, self.rows, self.batch_size
         return {
             "batch_rows": (steps, rows, size),
             "batch_keys": (steps, rows),
@@ -181,31 +182,26 @@ class Exchange:
         keys.sort(key=lambda key: (self._source(key), self.schema[key][0].size % ALIGNMENT != 0))
         return Layout({key: self.schema[key][0] for key in keys}, self._layouts["server"].channels_last)
 
-    def _source(self, key: str) -> int:
-        """0: the server's, 1: the client's own, 2: initial values, 3: zeros, which optimizers start from."""
-        policy = self.schema[key][1]
-        fresh = 2 if key in self._layouts["server"].shapes else 3
-        return 0 if policy in DOWN else 1 if policy is Policy.LOCAL else fresh
+    def _source(self, key: str) -> Source:
+        return source_of(key, self.schema[key][1], self._layouts["server"].shapes)
 
     def _start_flats(self, state: Tree) -> dict[str, Flats]:
         """What the clients start from: the server's entries, their own, or fresh ones, as the policies say."""
         used = {self._source(key) for key in self.schema}
-        sources = {
-            0: self._of_runs("server", state) if 0 in used else {},
-            1: self._of_clients(state) if 1 in used else {},
-            2: self._of_runs("initial", state) if 2 in used else {},
+        rows = {
+            Source.SERVER: self._of_runs("server", state) if Source.SERVER in used else {},
+            Source.OWN: self._of_clients(state) if Source.OWN in used else {},
+            Source.INITIAL: self._of_runs("initial", state) if Source.INITIAL in used else {},
         }
 
-        def row(key: str) -> Tensor:
-            return sources[self._source(key)][key]
-
         def join(keys: list[str]) -> Tensor:
-            groups = [[key for key in keys if self._source(key) == source] for source in range(4)]
-            parts = [self._for_each_client(torch.cat([row(key) for key in group], 1)) for group in groups[:3] if group]
-            if groups[3]:
-                width = sum(self.schema[key][0].size for key in groups[3])
-                kind = self.schema[groups[3][0]][0].dtype
-                parts.append(torch.zeros(self.rows, width, dtype=kind, device=self.plan.device))
+            parts: list[Tensor] = []
+            for source, found in rows.items():
+                if group := [found[key] for key in keys if self._source(key) is source]:
+                    parts.append(self._for_each_client(torch.cat(group, 1)))
+            if blank := [self.schema[key][0] for key in keys if self._source(key) is Source.ZEROS]:
+                width = sum(entry.size for entry in blank)
+                parts.append(torch.zeros(self.rows, width, dtype=blank[0].dtype, device=self.plan.device))
             if len(parts) == 1:
                 return parts[0]
             # Rows that begin at aligned addresses, as `aligned` makes them, for kernels that read them at once.

@@ -91,10 +91,9 @@ class RaggedExchange(Exchange):
         super().__init__(*given, **named)
         self._times: Counter[str] = Counter()
 
-    def _shapes(self, batches: Batches, size: int) -> dict[str, tuple[int, ...]]:
-        self._full = size
+    def _shapes(self, batches: Batches) -> dict[str, tuple[int, ...]]:
         own = {"entries": (_entries(self.steps, self.rows),), "counts": (self.rows,)}
-        return {**super()._shapes(batches, size), **own}
+        return {**super()._shapes(batches), **own}
 
     def _play(self) -> None:
         self._run("start", self._start)
@@ -105,7 +104,7 @@ class RaggedExchange(Exchange):
     def _step_of(self, width: int, size: int) -> None:
         """A step with full batches, or of everybody, is most of the work; others are programs once they come often."""
         name, step = f"step of {width} on batches of {size}", partial(self._some, width, size)
-        main = size == self._full or width == self.rows
+        main = size == self.batch_size or width == self.rows
         self._times[name] += 1
         if main or self._times[name] > OFTEN:
             self._run(name, step, fused=main)

@@ -45,20 +45,23 @@ def timetable(sizes: Sequence[Sequence[int]], full: int) -> list[Launch]:
         for client in clients:
             done[client] += 1
 
+    def next_size(client: int) -> int:
+        return sizes[client][done[client]]
+
     while left := [client for client, own in enumerate(sizes) if done[client] < len(own)]:
         left.sort(key=lambda client: done[client] - len(sizes[client]))  # who has most to do first
+        first = left[:width]
+        if all(next_size(client) == full for client in first):
+            others = (client for client in range(len(sizes)) if client not in first)
+            step(first, full, [next(others) for _ in range(width - len(first))])
+            continue
         waiting: dict[int, list[int]] = {}
         for client in left:
-            waiting.setdefault(sizes[client][done[client]], []).append(client)
-        next_ones = left[:width]
-        if all(sizes[client][done[client]] == full for client in next_ones):
-            others = (client for client in range(len(sizes)) if client not in next_ones)
-            step(next_ones, full, [next(others) for _ in range(width - len(next_ones))])
-            continue
+            if next_size(client) != full:
+                waiting.setdefault(next_size(client), []).append(client)
         for size, clients in waiting.items():
-            if size != full:
-                for part in _parts(clients, len(sizes)):
-                    step(part, size)
+            for part in _parts(clients, len(sizes)):
+                step(part, size)
     return launches
 
 
