@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,13 +59,19 @@ class StepSpec:
     probes: tuple[Probe, ...] = ()
     differentiate: Callable[[Objective], Callable[..., tuple[Tree, tuple[Tensor, tuple[Tensor, Tensor]]]]] | None = None
 
+    @cached_property
+    def tied(self) -> bool:
+        """Whether a tensor of the model has several names, of which a state has one; not cheap to find out."""
+        names = (self.model.named_parameters, self.model.named_buffers)
+        return any(len(list(each())) < len(list(each(remove_duplicate=False))) for each in names)
+
 
 StepMaker = Callable[[StepSpec], Step]
 
 
 def forward(spec: StepSpec, state: Tree, x: Tensor, key: Tensor) -> Any:
     """The model's output with `state` as its state and `key` for every layer that draws random numbers."""
-    return functional_call(spec.model, state | dict.fromkeys(spec.keyed, key), (x,))
+    return functional_call(spec.model, state | dict.fromkeys(spec.keyed, key), (x,), tie_weights=spec.tied)
 
 
 def by_autograd(objective: Objective) -> Callable[..., tuple[Tree, tuple[Tensor, tuple[Tensor, Tensor]]]]:

@@ -57,6 +57,40 @@ def test_a_step_is_torchs_step() -> None:
         assert torch.allclose({**out.params, **out.rest}[key], value, rtol=0, atol=1e-14)
 
 
+class Tied(nn.Module):
+    """Two layers with one weight, and a batch norm in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.norm = self.again = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, tiny.NUM_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.again(self.second(self.norm(self.first(x)))))
+
+
+def test_tied_tensors_move_as_one() -> None:
+    torch.manual_seed(0)
+    spec = spec_of(Tied().double())
+    state = {key: spec.model.state_dict()[key].clone() for key in spec.facts.entries}
+    params = {key: value for key, value in state.items() if spec.facts.entries[key].trainable}
+    rest = {key: value for key, value in state.items() if key not in params}
+    assert spec.tied
+    assert not spec_of(tiny.residual_net()).tied
+    twin = copy.deepcopy(spec.model).train()
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % tiny.NUM_CLASSES
+    with training_mode(spec.model, frozenset()):
+        out = train_step(spec)(params, rest, {}, dict(params), x, y, KEY, NUMBERS)
+    spec.task.loss(twin(x), y).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1, weight_decay=0.01).step()
+    after = twin.state_dict()
+    assert "second.weight" not in state
+    for key, value in {**out.params, **out.rest}.items():
+        assert torch.allclose(value, after[key], rtol=0, atol=1e-14), key
+
+
 def test_parameters_are_not_touched_in_place_and_the_model_not_at_all() -> None:
     spec = spec_of(tiny.residual_net())
     params, rest = trees_of(spec)
