@@ -14,15 +14,16 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fednorm.bench.gpu import BATCH, config_of
 from fednorm.bench.machine import describe_machine
 from fednorm.bench.pools import random_images
 from fednorm.bench.timing import steady_seconds
-from fednorm.config import RunConfig, updated
 from fednorm.data.client_rows import consecutive_rows
 from fednorm.engines.rounds import Run
 from fednorm.plan import find_device, make_plan
@@ -32,19 +33,14 @@ WARM_UP = 4
 """Rounds after which all shapes that come often have their programs."""
 
 
-def timed(shares: Sequence[int], rounds: int, device: str, precision: str) -> dict[str, Any]:
+def timed(shares: Sequence[int], rounds: int, device: torch.device, precision: str) -> dict[str, Any]:
     """Seconds to the first row and of a later round, of clients with these numbers of images."""
     data = replace(random_images(1, sum(shares)), clients=consecutive_rows(shares))
     data = replace(data, own_test=data.own_test * len(shares))
-    settings = {"model": "resnet20", "rounds": rounds, "train.local_epochs": 1, "train.batch_size": 20}
-    settings |= {"train.lr": 0.001, "train.momentum": 0.9, "train.weight_decay": 1e-4, "train.augment": "crop(2)+flip"}
-    settings |= {"engine.name": "stacked", "engine.device": device, "engine.precision": precision}
-    settings |= {"eval.every": 10**6, "engine.checkpoint_every": 10**6}
-    run = Run(make_plan(updated(RunConfig(), settings), federation=data), Store())
+    config = config_of("resnet20", "stacked", precision, device, local_epochs=1)
+    run = Run(make_plan(config, federation=data), Store())
     started = time.perf_counter()
-    at = []
-    for _ in run.rounds():
-        at.append(time.perf_counter() - started)
+    at = [time.perf_counter() - started for _ in islice(run.rounds(), rounds)]
     seconds = steady_seconds(at[WARM_UP], at[WARM_UP + 1 :])
     return {"images": sum(shares), "seconds_to_first_row": at[0], "seconds_a_round": seconds, "rows_at": at}
 
@@ -63,11 +59,11 @@ def main() -> None:
     low, high = options.images // 10, options.images * 19 // 10
     draw = torch.Generator().manual_seed(0)
     unequal = torch.randint(max(2, low), high + 1, (options.clients,), generator=draw).tolist()
-    equal = [20 * max(1, round(sum(unequal) / options.clients / 20))] * options.clients
+    equal = [BATCH * max(1, round(sum(unequal) / options.clients / BATCH))] * options.clients
     precision = "bf16" if device.type == "cuda" else "fp32"
     result: dict[str, Any] = {"benchmark": "unequal", **describe_machine(device), "precision": precision}
     for name, shares in (("equal", equal), ("unequal", unequal)):
-        found = result[name] = timed(shares, options.rounds, str(device), precision)
+        found = result[name] = timed(shares, options.rounds, device, precision)
         seconds = found["seconds_a_round"]
         told = f"{seconds:.3f} s a round" if seconds else "no steady rounds"
         first = found["seconds_to_first_row"]

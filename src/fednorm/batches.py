@@ -147,10 +147,14 @@ class Batches:
     def _chain(self) -> Augmentation:
         return parse_augmentation(self.augmentation)
 
+    def draws_of_one(self, size: int) -> tuple[int, int, int]:
+        """The shape of what `draws` has for a key."""
+        return size, len(self._chain.steps), 2
+
     def draws(self, keys: Tensor, size: int) -> Tensor:
         """The random numbers of the augmentation of batches of this size, (..., size, steps, 2), for keys (...)."""
         if not self._chain.steps:
-            return torch.zeros(*keys.shape, size, 0, 2, dtype=torch.int64, device=keys.device)
+            return torch.zeros(*keys.shape, *self.draws_of_one(size), dtype=torch.int64, device=keys.device)
         shape = (size, *self.federation.x.shape[-2:])
         own = rng.key(keys, "augment").flatten()
         return torch.vmap(lambda key: draws(key, shape, self._chain))(own).unflatten(0, keys.shape)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,6 +49,8 @@ class StepSpec:
     rule: Rule
     optimizer: Optimizer
     task: Task
+    tied: bool = True
+    """Whether the model may have tensors with several names, which takes time to look for in every step."""
     keyed: tuple[str, ...] = ()
     """Names of the key buffers of layers that draw random numbers."""
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -58,12 +59,6 @@ class StepSpec:
     """Keys that weight decay leaves alone."""
     probes: tuple[Probe, ...] = ()
     differentiate: Callable[[Objective], Callable[..., tuple[Tree, tuple[Tensor, tuple[Tensor, Tensor]]]]] | None = None
-
-    @cached_property
-    def tied(self) -> bool:
-        """Whether a tensor of the model has several names, of which a state has one; not cheap to find out."""
-        names = (self.model.named_parameters, self.model.named_buffers)
-        return any(len(list(each())) < len(list(each(remove_duplicate=False))) for each in names)
 
 
 StepMaker = Callable[[StepSpec], Step]

@@ -78,7 +78,7 @@ def _outputs(
             inputs = plan.batches.inputs(x[part])
             if adapt and stop - start > 1:
                 state = adapt(state, inputs)
-            output = functional_call(model, state, (inputs,))
+            output = functional_call(model, state, (inputs,), tie_weights=plan.prepared.tied)
         yield output, y[part]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -42,6 +43,12 @@ class Prepared:
     def vectors(self) -> frozenset[str]:
         """Keys of the trained tensors with fewer than two axes: gamma, beta, biases, scalars."""
         return frozenset(entry.key for entry in self.entries if entry.trainable and len(entry.shape) < 2)
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether a tensor of the model has several names, of which a state has one; not cheap to find out."""
+        names = (self.model.named_parameters, self.model.named_buffers)
+        return any(len(list(each())) < len(list(each(remove_duplicate=False))) for each in names)
 
     def schema(self, phase: Phase, optimizer: Optimizer | None = None) -> dict[str, tuple[Entry, Policy]]:
         """Entry and policy by key, optimizer buffers included."""

@@ -32,6 +32,7 @@ def spec_of(model: nn.Module, rule: Rule | None = None) -> StepSpec:
         rule=rule or Rule(),
         optimizer=SGD,
         task=Classification(tiny.NUM_CLASSES),
+        tied=prepared.tied,
         keyed=prepared.keyed,
     )
 

@@ -88,11 +88,7 @@ def variants(clients: int, options: Options, notes: dict[str, str], progress: Pr
 
 def engine(model: str, data: Federation, name: str, precision: str, local_steps: int, device: torch.device) -> Play:
     """Seconds of a step of all clients, inside the rounds of a run that neither scores nor writes checkpoints."""
-    settings: dict[str, Any] = {"model": model, "rounds": FOREVER, "train.local_steps": local_steps}
-    settings |= {"train.batch_size": BATCH, "train.lr": 0.001, "train.momentum": 0.9, "train.weight_decay": 1e-4}
-    settings |= {"train.augment": "crop(2)+flip", "eval.every": FOREVER, "engine.checkpoint_every": FOREVER}
-    settings |= {"engine.name": name, "engine.precision": precision, "engine.device": str(device)}
-    config = updated(RunConfig(), settings)
+    config = config_of(model, name, precision, device, local_steps=local_steps)
     course: list[Play] = []
 
     def play(seconds: float) -> float:
@@ -103,3 +99,12 @@ def engine(model: str, data: Federation, name: str, precision: str, local_steps:
             return course[0](seconds) / local_steps
 
     return play
+
+
+def config_of(model: str, name: str, precision: str, device: torch.device, **work: int) -> RunConfig:
+    """A run of this workload in an engine, without scoring and checkpoints; `work` is of each client in a round."""
+    settings: dict[str, Any] = {"model": model, "rounds": FOREVER, **{f"train.{key}": n for key, n in work.items()}}
+    settings |= {"train.batch_size": BATCH, "train.lr": 0.001, "train.momentum": 0.9, "train.weight_decay": 1e-4}
+    settings |= {"train.augment": "crop(2)+flip", "eval.every": FOREVER, "engine.checkpoint_every": FOREVER}
+    settings |= {"engine.name": name, "engine.precision": precision, "engine.device": str(device)}
+    return updated(RunConfig(), settings)

@@ -100,6 +100,7 @@ def step_spec(plan: Plan, phase: Phase, probing: bool) -> StepSpec:
         rule=phase.rule,
         optimizer=plan.optimizer,
         task=plan.task,
+        tied=plan.prepared.tied,
         keyed=plan.prepared.keyed,
         factors=lr_factors(plan.prepared, phase),
         spared=frozenset() if plan.config.train.decay_vectors else plan.prepared.vectors,

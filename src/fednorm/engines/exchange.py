@@ -117,7 +117,7 @@ class Exchange:
         return {
             "batch_rows": (steps, rows, size),
             "batch_keys": (steps, rows),
-            "batch_draws": tuple(batches.draws(torch.zeros(steps, rows, dtype=torch.int64), size).shape),
+            "batch_draws": (steps, rows, *batches.draws_of_one(size)),
             "numbers": (len(self.numbers), rows),
             "places": (rows,),
             "num_examples": (rows,),

@@ -53,8 +53,7 @@ class Table:
                 rows[number, place, : own[number]] = part
         firsts = torch.tensor([first for _, first, _ in work])
         keys = batches.keys(torch.tensor([client for client, _, _ in work]), firsts + torch.arange(steps)[:, None])
-        numbers = batches.draws(keys[:1, :1], full).shape[3:]
-        draws = torch.zeros(steps, len(work), full, *numbers, dtype=torch.int64)
+        draws = torch.zeros(steps, len(work), *batches.draws_of_one(full), dtype=torch.int64)
         for size in set(sizes.flatten().tolist()) - {0}:
             at = (sizes == size).nonzero(as_tuple=True)
             draws[(*at, slice(size))] = batches.draws(keys[at], size)

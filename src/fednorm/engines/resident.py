@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -49,6 +49,18 @@ class Task:
     firsts: Sequence[int]
     keep: bool = True
     """whether what clients keep changes; a test leaves it alone"""
+
+
+class Work(NamedTuple):
+    """The shape of a task."""
+
+    place: tuple[str, int, int]
+    clients: int
+    steps: int | None
+    """that all clients take, on batches of one size; None where their work is unequal"""
+    size: int
+    """of the batches of equal work"""
+    keep: bool
 
 
 class LateReports(Sequence[Report]):
@@ -154,7 +166,7 @@ class Resident:
         self._waiting: WeakValueDictionary[tuple[Exchange, int, int], LateReports] = WeakValueDictionary()
         """reports by their place in an exchange's log, as long as somebody may look at them"""
         self._remembered = [frozenset[str]() for _ in plans]
-        self._asked: Counter[tuple[Any, ...]] = Counter()
+        self._asked: Counter[Work] = Counter()
         self._upcoming = [Upcoming(plan) for plan in plans]
         self._state = named("server", self._layouts["server"].pack(stack_trees(servers)))
         self._state |= named("initial", {name: flat.clone() for name, flat in unnamed("server", self._state).items()})
@@ -212,24 +224,20 @@ class Resident:
             if key in tree:
                 value[0].copy_(tree[key])
 
-    def pays(self, work: tuple[Any, ...]) -> bool:
+    def pays(self, work: Work) -> bool:
         """Whether work of this shape is worth a program, which takes seconds to make.
 
         The first shape of a phase is; others must have come some times. So runs whose every round has another shape,
         such as one client a round with clients of all sizes, do not make programs for ever.
         """
         self._asked[work] += 1
-        shapes = [shape for shape in self._asked if shape[0] == work[0]]
+        shapes = [shape for shape in self._asked if shape.place == work.place]
         return shapes[0] == work or (self._asked[work] > OFTEN and shapes.index(work) < _MOST_SHAPES)
 
-    def exchange(self, tasks: Mapping[int, Task]) -> dict[int, LateReports]:
-        """One exchange of some runs, whose tasks are alike: phase, number of clients, steps, size of their batches."""
-        runs = sorted(tasks)
-        first = tasks[runs[0]]
-        steps = self.plans[runs[0]].num_steps(first.clients[0], first.phase)
-        size = self.plans[runs[0]].batches.stream(first.clients[0]).size(first.firsts[0])
+    def exchange(self, tasks: Mapping[int, Task], steps: int, size: int) -> dict[int, LateReports]:
+        """One exchange of some runs, whose clients all take so many steps on batches of this size."""
         place, exchange = self._exchange(Exchange, tasks, steps, size)
-        message = self._message(tasks, [self._upcoming[run].take(tasks[run], steps) for run in runs])
+        message = self._message(tasks, [self._upcoming[run].take(tasks[run], steps) for run in sorted(tasks)])
         return self._play(place, exchange, message, tasks)
 
     def exchange_ragged(self, run: int, task: Task) -> dict[int, LateReports]:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from fednorm.batches import UNION
 from fednorm.engines.exchange import NotAProgram
 from fednorm.engines.kernels.layers import StackConv2d
-from fednorm.engines.resident import DEVICES, MOST_LOCAL_BYTES, LateReports, Resident, Task, entries_with
+from fednorm.engines.resident import DEVICES, MOST_LOCAL_BYTES, LateReports, Resident, Task, Work, entries_with
 from fednorm.errors import FednormError, first_line
 from fednorm.plan import Plan
 from fednorm.server import keys_with
 from fednorm.state import Policy, Tree
 from fednorm.store import ClientState, Store
+
+
+class Alike(NamedTuple):
+    """What tasks of one exchange have in common."""
+
+    resident: int
+    work: Work
+    remembered: frozenset[str]
+    run: int | None
+    """clients with unequal work do not share a stack with those of other runs"""
 
 
 @dataclass
@@ -53,17 +64,15 @@ class Seat:
     def memory(self, tree: Tree) -> None:
         self.resident.load_memory(self.run, tree)
 
-    def alike(self, task: Task) -> Hashable | None:
+    def alike(self, task: Task) -> Alike | None:
         """What tasks must have in common to be one exchange; None for one that cannot be played on the device."""
         if task.place in self.resident.refused or not self._each_alone(task):
             return None
-        steps = self.equal_work(task)
-        own = None if steps else self.run  # clients with unequal work do not share a stack with those of other runs
-        size = self.plan.batches.stream(task.clients[0]).size(task.firsts[0]) if steps else 0
-        work = task.place, len(task.clients), steps, size, task.keep
+        work = self._work(task)
         if not self.resident.pays(work):
             return None
-        return id(self.resident), work, self.resident.remembers(self.run), own
+        own = self.run if work.steps is None else None
+        return Alike(id(self.resident), work, self.resident.remembers(self.run), own)
 
     def _each_alone(self, task: Task) -> bool:
         """Whether clients of a task can work each for itself, with state that has its place here."""
@@ -73,16 +82,15 @@ class Seat:
             self._alone[task.place] = not (task.phase.lockstep or keys_with(schema, Policy.REPORTED) or own)
         return self._alone[task.place]
 
-    def equal_work(self, task: Task) -> int | None:
-        """The number of steps, where all clients take equally many, on batches of one size."""
+    def _work(self, task: Task) -> Work:
+        """The shape of a task; its work is equal where all take equally many steps, on batches of one size."""
         plan = self.plan
-        steps = {plan.num_steps(client, task.phase) for client in task.clients}
-        if len(steps) > 1:
-            return None
-        count = steps.pop()
-        each = zip(task.clients, task.firsts, strict=True)
-        sizes = set().union(*(plan.batches.stream(client).sizes(first, count) for client, first in each))
-        return count if len(sizes) == 1 else None
+        counts = {plan.num_steps(client, task.phase) for client in task.clients}
+        steps = counts.pop()
+        each = () if counts else zip(task.clients, task.firsts, strict=True)
+        sizes = set[int]().union(*(plan.batches.stream(client).sizes(first, steps) for client, first in each))
+        equal = len(sizes) == 1
+        return Work(task.place, len(task.clients), steps if equal else None, sizes.pop() if equal else 0, task.keep)
 
     def forget(self, client: int) -> None:
         """A client's state in the store is newer than the one here."""
@@ -130,28 +138,30 @@ def channels_last(plan: Plan) -> bool:
     return any(isinstance(module, StackConv2d) for module in plan.prepared.model.modules())
 
 
-def exchange_on_device(seats: Sequence[tuple[Seat, Task, Store]]) -> list[LateReports | None]:
-    """One exchange of runs that share a resident and whose tasks are alike; None for those it cannot be a program for.
+def exchange_on_device(seats: Sequence[tuple[Seat, Task, Store]], work: Work) -> list[LateReports | None]:
+    """One exchange of runs that share a resident, with tasks of this shape; None for those it cannot be a program for.
 
     As many runs at a time as memory allows: where all do not fit, halves are tried.
     """
     resident = seats[0][0].resident
     done: list[LateReports | None] = []
     while len(done) < len(seats):
-        done += _exchange_at_once(resident, seats[len(done) : len(done) + resident.most_at_once])
+        done += _exchange_at_once(resident, seats[len(done) : len(done) + resident.most_at_once], work)
     return done
 
 
-def _exchange_at_once(resident: Resident, seats: Sequence[tuple[Seat, Task, Store]]) -> list[LateReports | None]:
+def _exchange_at_once(
+    resident: Resident, seats: Sequence[tuple[Seat, Task, Store]], work: Work
+) -> list[LateReports | None]:
     """The exchange of some seats; empty where they do not fit into memory together, which the resident remembers."""
     for seat, task, store in seats:
         seat.fetch(store, task.clients)
     try:
-        (seat, task, _), *others = seats
-        if others or seat.equal_work(task):
-            reports = resident.exchange({seat.run: task for seat, task, _ in seats})
-        else:
+        if work.steps is None:
+            ((seat, task, _),) = seats
             reports = resident.exchange_ragged(seat.run, task)
+        else:
+            reports = resident.exchange({seat.run: task for seat, task, _ in seats}, work.steps, work.size)
     except (RuntimeError, NotImplementedError, NotAProgram) as error:  # nothing lasting has changed yet
         if isinstance(error, FednormError):
             raise

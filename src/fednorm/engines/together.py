@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fednorm.engines.resident import LOG_ROWS, LateReports, Task
-from fednorm.engines.seat import exchange_on_device
+from fednorm.engines.seat import Alike, exchange_on_device
 from fednorm.errors import FednormError
 from fednorm.pieces.weights import Report
 
@@ -101,15 +101,15 @@ def play_round(runs: Sequence[Run]) -> dict[Run, Row | FednormError]:
 def grant(wishes: Mapping[Run, Wish]) -> dict[Run, Sequence[Report] | FednormError]:
     """Do the exchanges that runs ask for: together on the device where they can stay there, else one by one."""
     answers: dict[Run, Sequence[Report] | FednormError] = {}
-    groups: dict[Any, dict[Run, Task]] = {}
+    groups: dict[Alike, dict[Run, Task]] = {}
     for run, wish in wishes.items():
         task = run.task(wish) if run.seat and not run.probing(wish.number) else None
         alike = run.seat.alike(task) if run.seat and task else None
         if task is not None and alike is not None:
             groups.setdefault(alike, {})[run] = task
-    for tasks in groups.values():
+    for alike, tasks in groups.items():
         seats = [(run.seat, task, run.store) for run, task in tasks.items() if run.seat]
-        together = attempt(exchange_on_device, seats)
+        together = attempt(exchange_on_device, seats, alike.work)
         for place, (run, task) in enumerate(tasks.items()):
             reports = together if isinstance(together, FednormError) else together[place]
             if reports is not None:

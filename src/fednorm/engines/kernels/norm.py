@@ -193,7 +193,8 @@ _MOST_CHUNKS = 256
 """Few enough for every program to join them all."""
 
 
-def _power_of_2(parts: int, most: int) -> int:
+def _at_once(parts: int, most: int) -> int:
+    """How many parts, of so many, a kernel joins at a time: a power of 2."""
     return min(most, max(_FEWEST_PARTS, triton.next_power_of_2(parts)))
 
 
@@ -232,7 +233,7 @@ def run_norm(
         parts = taken, cut.chunk
     moments, part_rows = parts or (gamma, 1)
     count = moments.shape[1] if training else 1
-    at_once = _power_of_2(count, _MOST_PARTS)
+    at_once = _at_once(count, _MOST_PARTS)
     y = torch.empty_like(x)
     mean, var = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
     moved = Running(*(each.new_empty(each.shape) for each in running)) if training else running
@@ -261,6 +262,6 @@ def run_norm_grad(
     dgamma, dbeta = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
     _input_grad_kernel[cut.grid](
         x, dy, outer, mean, var, gamma, parts, dx, dgamma, dbeta, through, gamma.stride(0), cut.rows, cut.chunks, eps,
-        CHUNKS=_power_of_2(cut.chunks, _MOST_CHUNKS), TRAINING=training, MASKED=masked, **shape,
+        CHUNKS=_at_once(cut.chunks, _MOST_CHUNKS), TRAINING=training, MASKED=masked, **shape,
     )  # fmt: skip
     return dx, dgamma, dbeta, through
