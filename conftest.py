@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-_KERNELS = [f"src/fednorm/engines/kernels/{name}.py" for name in ("conv", "elements", "images", "norm")]
+_KERNELS = [f"src/fednorm/engines/stack/kernels/{name}.py" for name in ("conv", "elements", "images", "norm")]
 collect_ignore_glob = [] if find_spec("triton") else [*_KERNELS, "tests/kernel_checks.py"]

@@ -26,11 +26,11 @@ from torch import nn
 
 from fednorm import models
 from fednorm.bench.machine import describe_machine
+from fednorm.core.registry import parse
 from fednorm.errors import ConfigError
+from fednorm.halves.prepared import prepare
 from fednorm.pieces.fold import fold
-from fednorm.plan import find_device
-from fednorm.prepared import prepare
-from fednorm.registry import parse
+from fednorm.running.plan import find_device
 
 RESULTS = Path(__file__).parent / "results"
 REFERENCE = "BN folded"

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from fednorm.bench.machine import describe_machine
-from fednorm.config import RunConfig, updated
+from fednorm.core.state import tree_bytes
 from fednorm.data.client_rows import ClientRows
 from fednorm.data.federation import Federation
-from fednorm.engines.rounds import Run, sample
-from fednorm.plan import Plan, make_plan
-from fednorm.state import tree_bytes
-from fednorm.store import Store
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.plan import Plan, make_plan
+from fednorm.running.run import Run, sample
+from fednorm.running.store import Store
 
 RESULTS = Path(__file__).parent / "results"
 EXAMPLES, FEATURES, TESTS = 8, 8, 4000
@@ -97,10 +97,10 @@ def play(arguments: argparse.Namespace) -> dict[str, Any]:
         store = Store(path)
         run = Run(plan, store)
         before = peak_bytes()
-        course = run.rounds()
+        run = run.rounds()
         started = time.perf_counter()
         seconds, largest = [], 0
-        for row in course:
+        for row in run:
             seconds.append(row["seconds"])
             largest = max(largest, sum(each.stat().st_size for each in path.parent.iterdir()))
         total = time.perf_counter() - started

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from fednorm.bench.machine import describe_machine
-from fednorm.comparison import compare
-from fednorm.config import RunConfig, updated
-from fednorm.results import spread
+from fednorm.running.comparison import compare
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.results import spread
 
 SETTINGS: dict[str, Any] = {
     "model": "resnet20",

@@ -25,9 +25,9 @@ from fednorm.bench.machine import describe_machine
 from fednorm.bench.pools import random_images
 from fednorm.bench.timing import steady_seconds
 from fednorm.data.client_rows import consecutive_rows
-from fednorm.engines.rounds import Run
-from fednorm.plan import find_device, make_plan
-from fednorm.store import Store
+from fednorm.running.plan import find_device, make_plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 WARM_UP = 4
 """Rounds after which all shapes that come often have their programs."""

@@ -1,9 +1,9 @@
 """Slow affine: gamma and beta of norms learn at a fraction of the learning rate, so clients' norms drift less."""
 
-from fednorm.method import Facts, Numbers, Part
+from fednorm.core.method import Facts, Numbers, Part
+from fednorm.core.registry import register
+from fednorm.core.state import Kind, Tree
 from fednorm.pieces.changes import add_transform
-from fednorm.registry import register
-from fednorm.state import Kind, Tree
 
 
 def slowed(grads: Tree, params: Tree, numbers: Numbers, facts: Facts) -> Tree:

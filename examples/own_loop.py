@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fednorm.loop import load, local_rules, merge, split, update
+from fednorm.halves.loop import load, local_rules, merge, split, update
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import tiny
-from fednorm.client import training_mode
+from fednorm.core.method import Phase
+from fednorm.core.schedule import lr_factor
+from fednorm.core.state import Entry, Kind, Tree, entries
+from fednorm.core.step import training_mode
 from fednorm.engines.base import Engine, Job, Outcome
-from fednorm.engines.rounds import Run
-from fednorm.method import Phase
-from fednorm.plan import Plan
-from fednorm.prepared import lr_factors
-from fednorm.schedule import lr_factor
-from fednorm.state import Entry, Kind, Tree, entries
-from fednorm.store import Store
+from fednorm.halves.prepared import lr_factors
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 EXACT = 1e-12
 WHOLE_BATCHES = {"data": tiny.federation((4, 6, 5)), "train__batch_size": 6, "train__local_steps": 1}

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional, grad
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.data.augment import apply, draws, parse, sizes
-from fednorm.engines.kernels import conv, elements, norm
-from fednorm.engines.kernels.images import take_images
-from fednorm.engines.kernels.ops import channels_last, channels_second
-from fednorm.engines.kernels.tiles import conv_tile
-from fednorm.engines.pool import _CODES
+from fednorm.engines.stack.gather import _CODES
+from fednorm.engines.stack.kernels import conv, elements, norm
+from fednorm.engines.stack.kernels.images import take_images
+from fednorm.engines.stack.kernels.ops import channels_last, channels_second
+from fednorm.engines.stack.kernels.tiles import conv_tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

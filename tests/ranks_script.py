@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 import tiny
+from fednorm.core.method import Facts, Method
+from fednorm.core.reductions import fold
+from fednorm.core.registry import parse
+from fednorm.core.state import Kind, Tree
 from fednorm.data.federation import Federation
 from fednorm.engines.ranks import SpreadCohort, join
 from fednorm.errors import FednormError
-from fednorm.method import Facts, Method
 from fednorm.pieces.changes import merge_by
-from fednorm.pieces.reductions import fold
-from fednorm.registry import parse
-from fednorm.runs import run
-from fednorm.state import Kind, Tree
+from fednorm.running.api import run
 
 SIZES = (7, 14, 9, 3, 8)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -196,12 +196,12 @@ class Course:
 def test_a_course_counts_what_was_done_while_it_was_timed(
     sizes: tuple[int, ...], ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    course = Course(sizes, ahead)
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: course.now))
-    play = course_of(course)
+    run = Course(sizes, ahead)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: run.now))
+    play = course_of(run)
     play(0.0)
     for seconds in (0.1, 50.0, 500.0):
-        course.now += 1000.0  # others are timed; the device finishes what it had
+        run.now += 1000.0  # others are timed; the device finishes what it had
         assert play(seconds) == 2.0
 
 

@@ -16,9 +16,9 @@ from command import TINY, fednorm
 from fednorm.cli import exit_code
 from fednorm.cli.flags import FLAGS, field_help
 from fednorm.cli.settings import resolve
-from fednorm.config import all_fields, to_dict
 from fednorm.errors import ConfigError
-from fednorm.recipe import read_recipe, to_toml
+from fednorm.running.config import all_fields, to_dict
+from fednorm.running.recipe import read_recipe, to_toml
 
 
 def test_help_does_not_import_torch() -> None:

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from command import TINY, fednorm
-from fednorm.folder import RunFolder
-from fednorm.observers import guarded, watching
-from fednorm.state import Kind, kinds
+from fednorm.core.state import Kind, kinds
+from fednorm.running.folder import RunFolder
+from fednorm.running.observers import guarded, watching
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import torch
 
 import tiny
 from checks import keys_of
-from fednorm.engines.rounds import Run
+from fednorm.core.method import Method
+from fednorm.core.registry import known_methods, parse
+from fednorm.core.state import Kind, Policy, digest
 from fednorm.errors import ConfigError
-from fednorm.method import Method
 from fednorm.pieces.grads import agc
 from fednorm.pieces.losses import proximal
-from fednorm.registry import known_methods, parse
-from fednorm.state import Kind, Policy, digest
+from fednorm.running.run import Run
 
 
 def refusal_of(expression: str) -> str | None:

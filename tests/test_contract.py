@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import tiny
+from fednorm.core.method import Method, Phase
+from fednorm.core.registry import known_methods, parse
+from fednorm.core.state import Kind, Policy, digest, tree_bytes
 from fednorm.engines.base import Engine, Job, Outcome
-from fednorm.engines.rounds import Run
 from fednorm.errors import ConfigError
-from fednorm.method import Method, Phase
-from fednorm.plan import Plan
-from fednorm.registry import known_methods, parse
-from fednorm.server import keys_with
-from fednorm.state import Kind, Policy, digest, tree_bytes
-from fednorm.store import Store
+from fednorm.halves.merging import keys_with
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 METHODS = tuple(known_methods())
 VARIANTS = ("fixbn(at=window,window=2,tau=100.0)", "fixbn(at=1,affine=true)", "fedprox+silobn", "fixbn+local-momentum")

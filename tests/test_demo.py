@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from command import fednorm
-from fednorm import demo
-from fednorm.config import updated
 from fednorm.errors import ConfigError
-from fednorm.pictures import curves
-from fednorm.results import Result
+from fednorm.running.config import updated
+from fednorm.running.results import Result
+from fednorm.views import demo
+from fednorm.views.pictures import curves
 
 
 def made(method: str, pooled: float, sent: int, how: str = "global model", seed: int = 0) -> dict[str, Any]:

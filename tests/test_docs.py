@@ -14,12 +14,12 @@ import pytest
 
 import tiny
 from fednorm import models
-from fednorm.config import RunConfig, all_fields, updated
+from fednorm.core.expression import literal, parse_term
+from fednorm.core.registry import known_methods, parse
+from fednorm.core.state import Kind
 from fednorm.data.partition import find_partition
 from fednorm.errors import ConfigError
-from fednorm.expression import literal, parse_term
-from fednorm.registry import known_methods, parse
-from fednorm.state import Kind
+from fednorm.running.config import RunConfig, all_fields, updated
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -41,7 +41,7 @@ def load_file(path: Path) -> ModuleType:
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten afterwards."""
     known_methods()
-    home = sys.modules["fednorm.registry"]  # the package's own attribute of this name is the function
+    home = sys.modules["fednorm.core.registry"]  # the package's own attribute of this name is the function
     monkeypatch.setattr(home, "_REGISTRY", dict(vars(home)["_REGISTRY"]))
 
 

@@ -14,15 +14,15 @@ import fednorm
 from command import TINY
 from command import fednorm as command_line
 from fednorm import models
+from fednorm.core.registry import parse
+from fednorm.core.state import is_norm
 from fednorm.data.federation import Federation, from_clients
 from fednorm.errors import ConfigError
-from fednorm.export import export
+from fednorm.halves.prepared import prepare
 from fednorm.layers.ws_conv import WSConv2d
 from fednorm.pieces.fold import fold
-from fednorm.prepared import prepare
-from fednorm.registry import parse
-from fednorm.runs import Given
-from fednorm.state import is_norm
+from fednorm.running.api import Objects
+from fednorm.views.export import export
 
 
 def federation() -> Federation:
@@ -32,7 +32,7 @@ def federation() -> Federation:
     return from_clients(parts, parts, num_classes=4)
 
 
-DATA = Given(federation=federation())
+DATA = Objects(federation=federation())
 
 
 def run(method: str, folder: Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fednorm.engines.fusion import fuse, trace
+from fednorm.engines.stack.fusion import fuse, trace
 
 
 def operators(traced: torch.fx.GraphModule) -> Counter[str]:

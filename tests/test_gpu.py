@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tiny
-from fednorm.engines.kernels.layers import use_kernels
-from fednorm.engines.rounds import Run
-from fednorm.registry import known_methods
-from fednorm.store import Store
+from fednorm.core.registry import known_methods
+from fednorm.engines.stack.kernels.layers import use_kernels
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 from test_stacked import gap
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -12,15 +12,15 @@ from torch.func import functional_call
 
 import tiny
 from checks import warmed_up
-from fednorm.client import training_mode
+from fednorm.core.method import Phase
+from fednorm.core.registry import parse
+from fednorm.core.state import Kind, Tree, digest, entries, tree_bytes
+from fednorm.core.step import training_mode
 from fednorm.engines.base import Job, Outcome
-from fednorm.engines.rounds import Run
-from fednorm.method import Phase
-from fednorm.plan import Plan
-from fednorm.prepared import prepare
-from fednorm.registry import parse
-from fednorm.state import Kind, Tree, digest, entries, tree_bytes
-from fednorm.store import Store
+from fednorm.halves.prepared import prepare
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 EXACT = 1e-12
 ONE_STEP = {"train__local_steps": 1, "train__momentum": 0.0, "rounds": 1}

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
-from fednorm.engines.kernels.layers import StackBatchNorm2d, StackConv2d, use_kernels
+from fednorm.core.state import entries
+from fednorm.engines.stack.kernels.layers import StackBatchNorm2d, StackConv2d, use_kernels
 from fednorm.layers.keyed import KeyedDropout, number_keyed_layers
 from fednorm.layers.ws_conv import WSConv2d
 from fednorm.models import build
-from fednorm.state import entries
 
 CLIENTS = 3
 

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from fednorm import server as server_module
+from fednorm.core.method import Method, Phase
+from fednorm.core.registry import known_methods
+from fednorm.core.state import Kind, Policy, Tree, digest
 from fednorm.engines.base import stack_trees
-from fednorm.method import Method, Phase
+from fednorm.halves import merging as server_module
+from fednorm.halves.merging import Schema, Update, keys_with, merge_stack, merge_updates
 from fednorm.pieces.weights import Report, Reports
-from fednorm.plan import Plan
-from fednorm.registry import known_methods
-from fednorm.server import Schema, Update, keys_with, merge_stack, merge_updates
-from fednorm.state import Kind, Policy, Tree, digest
+from fednorm.running.plan import Plan
 
 METHODS = tuple(known_methods())
 NUM_CLIENTS = 5

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import tiny
 from checks import EXACT, WHOLE_BATCHES, centralized_sgd, distance, keys_of, only, spied, warmed_up
+from fednorm.core.registry import parse
+from fednorm.core.state import Kind, digest
 from fednorm.data.federation import Federation, from_clients
-from fednorm.engines.rounds import Run
 from fednorm.errors import ConfigError
-from fednorm.plan import Plan
-from fednorm.prepared import prepare
-from fednorm.registry import parse
-from fednorm.state import Kind, digest
+from fednorm.halves.prepared import prepare
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run
 
 STATISTICS_HELD = frozenset({Kind.STATISTIC})
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 import tiny
 from checks import EXACT, WHOLE_BATCHES, average, centralized_sgd, distance, keys_of, only, spied, warmed_up
-from fednorm.engines.rounds import Run
+from fednorm.core.registry import parse
+from fednorm.core.state import Kind, Tree, digest
 from fednorm.errors import ConfigError
-from fednorm.moments import inputs_of_norms
-from fednorm.plan import Plan
-from fednorm.registry import parse
-from fednorm.state import Kind, Tree, digest
-from fednorm.store import Store
+from fednorm.pieces.moments import inputs_of_norms
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 WHOLE_EPOCHS = {"data": tiny.federation((8, 12, 6)), "train__local_steps": None, "train__local_epochs": 1}
 TRAINED = (Kind.WEIGHT, Kind.AFFINE)

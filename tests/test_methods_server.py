@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 import tiny
 from checks import EXACT, average, keys_of, only, spied
-from fednorm.engines.rounds import Run
+from fednorm.core.method import Phase
+from fednorm.core.registry import parse
+from fednorm.core.state import Kind, Policy, Tree, digest
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.method import Phase
+from fednorm.halves.merging import Update, keys_with, merge_updates
 from fednorm.pieces.weights import Report
-from fednorm.plan import Plan
-from fednorm.registry import parse
-from fednorm.server import Update, keys_with, merge_updates
-from fednorm.state import Kind, Policy, Tree, digest
-from fednorm.store import Store
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 TRAINED = (Kind.WEIGHT, Kind.AFFINE)
 

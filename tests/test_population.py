@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiny
-from fednorm import rng
-from fednorm.batches import Batches
+from fednorm.core import rng
+from fednorm.data.batches import Batches
 from fednorm.data.client_rows import MANY, ClientRows, client_rows, consecutive_rows
 from fednorm.data.federation import Federation
-from fednorm.engines.rounds import Run, sample
 from fednorm.errors import ConfigError
-from fednorm.plan import Plan
-from fednorm.store import Store
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run, sample
+from fednorm.running.store import Store
 
 LARGE = 100_000
 EXAMPLES = 6
@@ -206,9 +206,9 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import test_population as here
-from fednorm.engines.rounds import Run
-from fednorm.state import tree_bytes
-from fednorm.store import Store
+from fednorm.running.run import Run
+from fednorm.core.state import tree_bytes
+from fednorm.running.store import Store
 population, folder = int(sys.argv[1]), Path(sys.argv[2])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 made = here.plan(here.crowd(population), rounds=20, eval__every=20, eval__max_clients=50)

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import ranks_script
 from command import ONE_THREAD, TINY, fednorm
-from fednorm.engines.cargo import pack_states, unpack_states
+from fednorm.core.state import digest
 from fednorm.engines.ranks import owned
-from fednorm.folder import RunFolder
-from fednorm.state import digest
-from fednorm.store import ClientState, Store
+from fednorm.halves.state_parcels import pack_states, unpack_states
+from fednorm.running.folder import RunFolder
+from fednorm.running.store import ClientState, Store
 from test_cli_signals import wait_for_rounds
 
 TESTS = Path(__file__).parent

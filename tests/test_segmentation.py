@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fednorm.config import RunConfig, updated
 from fednorm.data.federation import Federation
-from fednorm.engines.rounds import Run
-from fednorm.plan import Plan, make_plan
-from fednorm.store import Store
-from fednorm.tasks import Segmentation
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.plan import Plan, make_plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
+from fednorm.scoring.tasks import Segmentation
 
 IGNORED = 255
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import tiny
+from fednorm.core.state import digest
 from fednorm.engines import sequential
 from fednorm.engines.base import Job, start_view
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.state import digest
 
 
 class Shrinking(nn.Linear):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from fednorm.engines.rounds import Run
-from fednorm.engines.stacked import StackedEngine
-from fednorm.registry import known_methods
-from fednorm.store import Store
+from fednorm.core.registry import known_methods
+from fednorm.engines.stack.stacked import StackedEngine
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 PAIRS = ("fixbn+global-momentum", "fedwon+fedprox", "fedbn+fedadam", "fedbs+gn", "gn+ws", "fixbn(at=window,window=2)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednorm.engines.timetable import timetable
+from fednorm.engines.stack.timetable import timetable
 
 FULL = 4
 SIZES = st.lists(st.lists(st.integers(1, FULL), min_size=1, max_size=12), min_size=1, max_size=20)

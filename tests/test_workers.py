@@ -17,20 +17,20 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from fednorm.config import EngineConfig
+from fednorm.core.method import Method, Phase, Rule
+from fednorm.core.registry import known_methods
+from fednorm.core.state import Tree
 from fednorm.engines import choose
 from fednorm.engines.base import Job, start_state
-from fednorm.engines.parcel import pack, unpack
-from fednorm.engines.rounds import Run
 from fednorm.engines.sequential import SequentialEngine
+from fednorm.engines.worker_messages import pack, unpack
 from fednorm.engines.workers import WorkersEngine
 from fednorm.errors import ConfigError, DivergedError, FednormError
-from fednorm.method import Method, Phase, Rule
-from fednorm.plan import Plan
-from fednorm.registry import known_methods
-from fednorm.runs import run
-from fednorm.state import Tree
-from fednorm.store import Store
+from fednorm.running.api import run
+from fednorm.running.config import EngineConfig
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 EQUAL = tiny.federation((8, 8, 8, 8))
 """Lock-step methods need equal batches."""
@@ -262,17 +262,17 @@ def test_auto_measures_a_long_run_and_says_what_it_chose(
     monkeypatch.setattr(choose, "STACK_STEPS", 1)
     monkeypatch.setattr("fednorm.engines.workers.usable_cores", lambda: 2)
     reference = tiny.play(tiny.plan(rounds=20, engine__name="sequential"))
-    course = Run(tiny.plan(rounds=20), Store())
+    run = Run(tiny.plan(rounds=20), Store())
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"engine: {course.engine_name}")
+    assert line.startswith(f"engine: {run.engine_name}")
     assert all(name in line for name in ("sequential", "workers", "stacked"))
-    assert course.store.facts()["engine"] == course.engine_name
-    list(course.rounds())
+    assert run.store.facts()["engine"] == run.engine_name
+    list(run.rounds())
     assert multiprocessing.active_children() == []
     for key, value in reference.server.items():
-        torch.testing.assert_close(course.server[key], value, rtol=1e-10, atol=1e-10)
-    if course.engine_name != "stacked":  # which agrees up to rounding
-        assert tiny.fingerprint(course)["server"] == tiny.fingerprint(reference)["server"]
+        torch.testing.assert_close(run.server[key], value, rtol=1e-10, atol=1e-10)
+    if run.engine_name != "stacked":  # which agrees up to rounding
+        assert tiny.fingerprint(run)["server"] == tiny.fingerprint(reference)["server"]
 
 
 class Choosy(nn.Module):

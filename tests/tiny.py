@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednorm.config import RunConfig, updated
+from fednorm.core.method import Method
+from fednorm.core.state import digest
 from fednorm.data.federation import Federation, from_clients
-from fednorm.engines.rounds import Run
-from fednorm.method import Method
 from fednorm.models.blocks import BasicBlock, conv
 from fednorm.models.resnet import ResNet
-from fednorm.plan import Plan, make_plan
-from fednorm.state import digest
-from fednorm.store import Store
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.plan import Plan, make_plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 NUM_CLASSES = 3
 _BASE = {

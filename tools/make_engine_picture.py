@@ -58,7 +58,7 @@ class Sheet:
 def draw_step(sheet: Sheet) -> None:
     sheet.box(
         (2, 66), (42, 11),
-        "one step of one client   (client.py)\n"
+        "one step of one client   (core/step.py)\n"
         "state, batch, key, numbers  $\\rightarrow$  state, loss\n"
         "written once: loss, gradient, rule of the method, update",
         STEP,

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fednorm.describe_method import ABSENT, REFERENCE, describe
-from fednorm.registry import known_methods, parse
-from fednorm.state import Kind
+from fednorm.core.registry import known_methods, parse
+from fednorm.core.state import Kind
+from fednorm.views.describe_method import ABSENT, REFERENCE, describe
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, READINGS = DOCS / "methods.md", DOCS / "readings.md"

@@ -6,29 +6,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fednorm.comparison import compare as compare
-    from fednorm.config import RunConfig as RunConfig
+    from fednorm.core.method import Method as Method
+    from fednorm.core.method import Part as Part
+    from fednorm.core.registry import known_methods as known_methods
+    from fednorm.core.registry import parse as parse
+    from fednorm.core.registry import register as register
+    from fednorm.core.state import Kind as Kind
+    from fednorm.core.state import Policy as Policy
+    from fednorm.core.state import entries as entries
+    from fednorm.core.state import kinds as kinds
+    from fednorm.core.state import register_norm as register_norm
     from fednorm.data.federation import Federation as Federation
     from fednorm.data.federation import from_clients as from_clients
     from fednorm.errors import ConfigError as ConfigError
     from fednorm.errors import FednormError as FednormError
-    from fednorm.loop import load as load
-    from fednorm.loop import local_rules as local_rules
-    from fednorm.loop import merge as merge
-    from fednorm.loop import split as split
-    from fednorm.method import Method as Method
-    from fednorm.method import Part as Part
-    from fednorm.prepared import prepare as prepare
-    from fednorm.registry import known_methods as known_methods
-    from fednorm.registry import parse as parse
-    from fednorm.registry import register as register
-    from fednorm.runs import run as run
-    from fednorm.server import Update as Update
-    from fednorm.state import Kind as Kind
-    from fednorm.state import Policy as Policy
-    from fednorm.state import entries as entries
-    from fednorm.state import kinds as kinds
-    from fednorm.state import register_norm as register_norm
+    from fednorm.halves.loop import load as load
+    from fednorm.halves.loop import local_rules as local_rules
+    from fednorm.halves.loop import merge as merge
+    from fednorm.halves.loop import split as split
+    from fednorm.halves.merging import Update as Update
+    from fednorm.halves.prepared import prepare as prepare
+    from fednorm.running.api import run as run
+    from fednorm.running.comparison import compare as compare
+    from fednorm.running.config import RunConfig as RunConfig
 
 __version__ = "0.1.0"
 
@@ -37,26 +37,26 @@ _HOME = {
     "ConfigError": "errors",
     "Federation": "data.federation",
     "FednormError": "errors",
-    "Kind": "state",
-    "Method": "method",
-    "Part": "method",
-    "Policy": "state",
-    "RunConfig": "config",
-    "Update": "server",
-    "compare": "comparison",
-    "entries": "state",
+    "Kind": "core.state",
+    "Method": "core.method",
+    "Part": "core.method",
+    "Policy": "core.state",
+    "RunConfig": "running.config",
+    "Update": "halves.merging",
+    "compare": "running.comparison",
+    "entries": "core.state",
     "from_clients": "data.federation",
-    "kinds": "state",
-    "known_methods": "registry",
-    "load": "loop",
-    "local_rules": "loop",
-    "merge": "loop",
-    "parse": "registry",
-    "prepare": "prepared",
-    "register": "registry",
-    "register_norm": "state",
-    "run": "runs",
-    "split": "loop",
+    "kinds": "core.state",
+    "known_methods": "core.registry",
+    "load": "halves.loop",
+    "local_rules": "halves.loop",
+    "merge": "halves.loop",
+    "parse": "core.registry",
+    "prepare": "halves.prepared",
+    "register": "core.registry",
+    "register_norm": "core.state",
+    "run": "running.api",
+    "split": "halves.loop",
 }
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.data.augment import augment, augment_with_mask, parse
 from fednorm.errors import ConfigError
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from fednorm.batches import UNION, Batches
+from fednorm.data.batches import UNION, Batches
 from fednorm.data.federation import Federation
 from fednorm.errors import ConfigError
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import tiny
-from fednorm import rng
-from fednorm.client import StepSpec, observe_step, train_step, training_mode
-from fednorm.method import Rule
-from fednorm.optim import SGD
+from fednorm.core import rng
+from fednorm.core.method import Rule
+from fednorm.core.optim import SGD
+from fednorm.core.registry import parse
+from fednorm.core.state import Kind, Tree, digest
+from fednorm.core.step import StepSpec, observe_step, train_step, training_mode
+from fednorm.halves.prepared import prepare
 from fednorm.pieces.losses import proximal
-from fednorm.prepared import prepare
-from fednorm.registry import parse
-from fednorm.state import Kind, Tree, digest
-from fednorm.tasks import Classification
+from fednorm.scoring.tasks import Classification
 
 NUMBERS = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.01}
 KEY = rng.key(1)

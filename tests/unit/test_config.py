@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednorm.config import RunConfig, all_fields, from_dict, to_dict, updated
 from fednorm.errors import ConfigError
+from fednorm.running.config import RunConfig, all_fields, from_dict, to_dict, updated
 
 CHANGES = st.fixed_dictionaries(
     {},

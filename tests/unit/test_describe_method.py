@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import tiny
+from fednorm.core.method import Method
+from fednorm.core.registry import known_methods, parse
 from fednorm.data.federation import Federation, from_clients
-from fednorm.describe_method import ABSENT, describe
-from fednorm.method import Method
-from fednorm.plan import make_plan
-from fednorm.registry import known_methods, parse
+from fednorm.running.plan import make_plan
+from fednorm.views.describe_method import ABSENT, describe
 
 COUNTER_BYTES = 8
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 import tiny
-from fednorm.averages import averaged_local
-from fednorm.engines.rounds import Run
-from fednorm.evaluate import MOST_NUMBERS, evaluate, score_groups, score_rows
-from fednorm.plan import Plan
-from fednorm.state import Kind, Tree
-from fednorm.store import ClientState
+from fednorm.core.state import Kind, Tree
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run
+from fednorm.running.store import ClientState
+from fednorm.scoring.averages import averaged_local
+from fednorm.scoring.evaluate import MOST_NUMBERS, evaluate, score_groups, score_rows
 
 
 def accuracy(plan: Plan, state: Tree, rows: Tensor | None = None, training: bool = False) -> float:
@@ -60,7 +60,7 @@ def test_the_global_model_is_scored_on_the_whole_test_set() -> None:
 @pytest.mark.parametrize("most", [MOST_NUMBERS, 1], ids=["outputs kept", "outputs too large to keep"])
 def test_groups_of_rows_are_scored_as_each_alone(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that share rows, hold some twice, or leave some out; chunks that end inside them."""
-    monkeypatch.setattr("fednorm.evaluate.MOST_NUMBERS", most)
+    monkeypatch.setattr("fednorm.scoring.evaluate.MOST_NUMBERS", most)
     run = tiny.play(tiny.plan("fedavg", eval__chunk=5))
     pool = run.plan.federation.test_x, run.plan.federation.test_y
     groups = [torch.tensor(rows) for rows in ([0, 1, 2, 7, 8, 9, 10], [2, 2, 11], [9, 0])]

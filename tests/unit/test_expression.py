@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednorm.core.expression import Term, literal, parse_term, parse_terms
 from fednorm.errors import ConfigError
-from fednorm.expression import Term, literal, parse_term, parse_terms
 
 EXAMPLE = "a(x=1)+b"
 WORDS = st.from_regex(r"[a-z][a-z0-9_-]{0,6}", fullmatch=True).filter(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fednorm.method import Facts
+from fednorm.core.method import Facts
 from fednorm.pieces.grads import agc, clip_norm, unit_norms
 
 FACTS = Facts(entries={}, head=frozenset({"head"}))

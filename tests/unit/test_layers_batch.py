@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.errors import ConfigError
 from fednorm.layers.adaptive_gn import AdaptiveGroupNorm, adaptive_group_norm
 from fednorm.layers.brn import BatchRenorm, batch_renorm

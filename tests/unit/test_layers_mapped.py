@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fednorm import rng
+from fednorm.core import rng
+from fednorm.core.state import Kind, entries
 from fednorm.layers.adaptive_gn import adaptive_group_norm
 from fednorm.layers.brn import batch_renorm
 from fednorm.layers.cohort import cohort_batch_norm
@@ -29,7 +30,6 @@ from fednorm.pieces.surgery import (
     layer_norm,
     layer_norm_pixel,
 )
-from fednorm.state import Kind, entries
 
 SURGERIES: dict[str, tuple[Surgery, ...]] = {
     "gn": (group_norm(),),

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 import tiny
-from fednorm import rng
+from fednorm.core import rng
+from fednorm.core.method import Method
+from fednorm.core.registry import known_methods, parse
+from fednorm.core.state import Kind, Tree, digest
 from fednorm.errors import ConfigError
-from fednorm.loop import load, local_rules, merge, split, update
-from fednorm.method import Method
+from fednorm.halves.loop import load, local_rules, merge, split, update
+from fednorm.halves.prepared import prepare
 from fednorm.pieces.changes import add_transform, keep, merge_by, weigh_by
 from fednorm.pieces.weights import by_loss
-from fednorm.plan import Plan
-from fednorm.prepared import prepare
-from fednorm.registry import known_methods, parse
-from fednorm.state import Kind, Tree, digest
+from fednorm.running.plan import Plan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednorm.pieces import reductions
+from fednorm.core import reductions
+from fednorm.core.reductions import fold, weighted_sum
 from fednorm.pieces.merges import maximum, mean
-from fednorm.pieces.reductions import fold, weighted_sum
 from fednorm.pieces.weights import Report, Reports, by_size, loss_summary, normalised, uniform
 
 NUMBERS = st.floats(-1e6, 1e6, width=32)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
+from fednorm.core.state import Kind, digest, entries, model_state
 from fednorm.errors import ConfigError
 from fednorm.models import MODELS, ModelInfo, ResidualBlock, build, list_models, register_model
 from fednorm.models.cnn import map_side
-from fednorm.state import Kind, digest, entries, model_state
 
 # name, arguments of build, parameters, BatchNorm layers, affine values, statistic values
 SIZES = [

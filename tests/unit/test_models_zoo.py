@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from fednorm.core.state import digest, model_state
 from fednorm.errors import ConfigError
 from fednorm.models import build
-from fednorm.state import digest, model_state
 
 CODE = """
 import torch

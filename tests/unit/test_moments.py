@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from fednorm.client import training_mode
+from fednorm.core.state import Tree, digest
+from fednorm.core.step import training_mode
 from fednorm.engines.base import step_spec
 from fednorm.layers.batch_stats import moments
-from fednorm.moments import Mode, inputs_of_norms, moments_step
-from fednorm.plan import Plan
-from fednorm.state import Tree, digest
+from fednorm.pieces.moments import Mode, inputs_of_norms, moments_step
+from fednorm.running.plan import Plan
 
 Batch = tuple[Tensor, Tensor]
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import tiny
+from fednorm.core.state import Tree, digest
 from fednorm.data.federation import Federation, from_clients
 from fednorm.engines.base import start_state, step_spec
-from fednorm.engines.rounds import Run
 from fednorm.layers.batch_stats import moments
-from fednorm.newcomer import reestimated, tracked
-from fednorm.plan import Plan
-from fednorm.state import Tree, digest
+from fednorm.running.plan import Plan
+from fednorm.running.run import Run
+from fednorm.scoring.newcomer import reestimated, tracked
 
 
 def with_newcomer() -> Federation:

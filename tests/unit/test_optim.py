@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tiny
+from fednorm.core.optim import ADAM, MOMENTUM_SGD, SGD, Optimizer, optimizer
+from fednorm.core.state import Kind, Tree, entries
 from fednorm.engines.base import step_spec
 from fednorm.errors import ConfigError
-from fednorm.optim import ADAM, MOMENTUM_SGD, SGD, Optimizer, optimizer
-from fednorm.state import Kind, Tree, entries
 
 START = {"a": torch.tensor([1.0, -2.0, 0.5]).double(), "b": torch.tensor([[3.0]]).double()}
 

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import tiny
+from fednorm.core.method import Rule
+from fednorm.core.registry import parse
+from fednorm.core.state import Kind, Policy, digest
 from fednorm.errors import ConfigError
+from fednorm.halves.prepared import facts_of, lr_factors, prepare, surgery_done
 from fednorm.layers.keyed import KeyedDropout
-from fednorm.method import Rule
 from fednorm.pieces.changes import operate
 from fednorm.pieces.surgery import SurgeryReport
-from fednorm.prepared import facts_of, lr_factors, prepare, surgery_done
-from fednorm.registry import parse
-from fednorm.state import Kind, Policy, digest
 
 
 def refusal_of(model: nn.Module, method: str) -> str:

@@ -8,8 +8,8 @@ from torch import nn
 
 import tiny
 from fednorm.errors import ConfigError
-from fednorm.prepared import facts_of
-from fednorm.probes import PROBES, find_probes
+from fednorm.halves.prepared import facts_of
+from fednorm.scoring.probes import PROBES, find_probes
 
 TREE = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
 ZERO = {key: torch.zeros_like(value) for key, value in TREE.items()}

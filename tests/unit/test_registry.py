@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
+from fednorm.core.method import Method, Part
+from fednorm.core.registry import known_methods, parse, register
+from fednorm.core.state import Kind, Policy
 from fednorm.errors import ConfigError
-from fednorm.method import Method, Part
 from fednorm.pieces.changes import nothing
-from fednorm.registry import known_methods, parse, register
-from fednorm.state import Kind, Policy
 
 
 def refusal_of(expression: str) -> str:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednorm import rng
+from fednorm.core import rng
 
 WORDS = st.integers(-(2**63), 2**63 - 1)
 NAMES = st.text(max_size=8)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednorm.core.schedule import lr_factor
 from fednorm.errors import ConfigError
-from fednorm.schedule import lr_factor
 
 SCHEDULES = st.sampled_from(["constant", "step", "cosine", "linear", "step(factor=0.5,at=0.2/0.4/0.9)"])
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fednorm import server
+from fednorm.core.method import Phase
+from fednorm.core.registry import parse
+from fednorm.core.state import Kind, Policy, Tree, digest, model_state
 from fednorm.errors import ConfigError
-from fednorm.method import Phase
+from fednorm.halves import merging as server
+from fednorm.halves.merging import Update, flaw, flaws, keys_with, merge_updates
+from fednorm.halves.prepared import prepare
 from fednorm.pieces.weights import Report
-from fednorm.prepared import prepare
-from fednorm.registry import parse
-from fednorm.server import Update, flaw, flaws, keys_with, merge_updates
-from fednorm.state import Kind, Policy, Tree, digest, model_state
 
 NET = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
 PREPARED = prepare(NET, parse("fedavg"))

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fednorm.errors import ConfigError
-from fednorm.state import (
+from fednorm.core.state import (
     Kind,
     digest,
     entries,
@@ -23,6 +22,7 @@ from fednorm.state import (
     register_norm,
     tree_bytes,
 )
+from fednorm.errors import ConfigError
 
 BATCH_NORM = {"weight": "affine", "bias": "affine", "running_mean": "statistic", "running_var": "statistic"} | {
     "num_batches_tracked": "counter"

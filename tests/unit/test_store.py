@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fednorm.core.state import Tree, digest, tree_bytes
 from fednorm.errors import CheckpointError, ConfigError
-from fednorm.state import Tree, digest, tree_bytes
-from fednorm.store import ClientState, Store, encode, load_tree
+from fednorm.running.store import ClientState, Store, encode, load_tree
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.errors import ConfigError
 from fednorm.layers.brn import batch_renorm
 from fednorm.layers.keyed import KeyedDropout, key_names

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednorm.core.method import Memory, Progress, Switch
 from fednorm.errors import ConfigError
-from fednorm.method import Memory, Progress, Switch
 from fednorm.pieces.switches import after, last_round_before, when_losses_agree, when_settled
 from fednorm.pieces.weights import Report
 

@@ -16,14 +16,14 @@ from torch import nn
 from torch.nn import functional
 
 from fednorm.bench.timing import FOREVER
-from fednorm.client import training_mode
-from fednorm.config import RunConfig, updated
+from fednorm.core.step import training_mode
 from fednorm.data.federation import Federation, from_clients
 from fednorm.engines.base import parts_of, start_state, step_spec, to_trees
-from fednorm.engines.rounds import Run
-from fednorm.plan import Plan, make_plan
-from fednorm.store import Store
-from fednorm.threads import threads
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.plan import Plan, make_plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
+from fednorm.running.threads import threads
 
 CLIENTS, BATCH, EXAMPLES, LR = 10, 20, 200, 0.02
 
@@ -74,8 +74,8 @@ def plain_round(data: Federation, steps: int, count: int) -> Round:
 
 def our_round(data: Federation, steps: int, count: int, engine: str) -> Round:
     """A whole round of a run: draw, train, check, merge, store."""
-    course = Run(plan_of(data, steps, name=engine), Store()).rounds()
-    return _with_threads(lambda: next(course), count)
+    run = Run(plan_of(data, steps, name=engine), Store()).rounds()
+    return _with_threads(lambda: next(run), count)
 
 
 def auto_round(data: Federation, steps: int) -> Round:

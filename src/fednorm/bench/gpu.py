@@ -12,12 +12,12 @@ from fednorm.bench.plain_steps import FORMS, backends, centralized, client_loop
 from fednorm.bench.pools import random_images
 from fednorm.bench.report import Progress, Section, measured
 from fednorm.bench.timing import FOREVER, Play, Race, course_of, repeated
-from fednorm.config import RunConfig, updated
 from fednorm.data.federation import Federation
-from fednorm.engines.rounds import Run
 from fednorm.errors import first_line
-from fednorm.plan import make_plan
-from fednorm.store import Store
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.plan import make_plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 BATCH, IMAGES = 20, 1000
 EVERY_STEP = "stacked bf16, merged after every step"
@@ -89,14 +89,14 @@ def variants(clients: int, options: Options, notes: dict[str, str], progress: Pr
 def engine(model: str, data: Federation, name: str, precision: str, local_steps: int, device: torch.device) -> Play:
     """Seconds of a step of all clients, inside the rounds of a run that neither scores nor writes checkpoints."""
     config = config_of(model, name, precision, device, local_steps=local_steps)
-    course: list[Play] = []
+    run: list[Play] = []
 
     def play(seconds: float) -> float:
         with backends(precision, search=None):  # cuDNN as the run itself sets it
-            if not course:
+            if not run:
                 plan = make_plan(config, federation=data)
-                course.append(course_of(Run(plan, Store())))
-            return course[0](seconds) / local_steps
+                run.append(course_of(Run(plan, Store())))
+            return run[0](seconds) / local_steps
 
     return play
 

@@ -16,12 +16,12 @@ from fednorm.bench.plain_steps import backends
 from fednorm.bench.pools import cifar10
 from fednorm.bench.report import Measured, Progress, Section
 from fednorm.bench.timing import FOREVER, steady_seconds, synchronize
-from fednorm.config import RunConfig, updated
 from fednorm.data.federation import Federation
-from fednorm.engines.rounds import Run
-from fednorm.plan import make_plan
-from fednorm.store import Store
-from fednorm.threads import threads_of
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.plan import make_plan
+from fednorm.running.run import Run
+from fednorm.running.store import Store
+from fednorm.running.threads import threads_of
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def measure(workload: LongRun, options: Options, found: Section, progress: Progr
     plan = make_plan(config, federation=federation)
     try:
         with threads_of(plan), backends(precision, search=None):
-            course = Run(plan, Store())
-            found.settings["engine"] = course.engine_name
-            for row in course.rounds():
+            run = Run(plan, Store())
+            found.settings["engine"] = run.engine_name
+            for row in run.rounds():
                 moments.append(time.perf_counter())
                 if len(moments) % max(1, played // 200) == 0:
                     progress.now(f"{workload.name}: round {row['round']} of {played}")

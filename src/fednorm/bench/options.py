@@ -11,7 +11,7 @@ from torch import nn
 from fednorm.bench.timing import Effort
 from fednorm.errors import ConfigError, unknown
 from fednorm.models import build
-from fednorm.plan import find_device
+from fednorm.running.plan import find_device
 
 SECTIONS = ("gpu", "rounds", "pfl", "cpu")
 PRECISIONS = ("fp32", "tf32", "bf16")

@@ -25,7 +25,7 @@ Tell = Callable[[str], None]
 
 
 class Run(Protocol):
-    """What is needed of a `fednorm.engines.rounds.Run` to time it."""
+    """What is needed of a `fednorm.running.run.Run` to time it."""
 
     round: int
     unsettled: list[Any]

@@ -14,8 +14,8 @@ import typer
 
 from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, resume, run
 from fednorm.cli.output import Stopped, complain
+from fednorm.engines.machine import is_first
 from fednorm.errors import FednormError
-from fednorm.world import is_first
 
 __all__ = ["app", "main"]
 

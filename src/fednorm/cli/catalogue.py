@@ -13,8 +13,8 @@ from fednorm.cli.output import print_json, print_table
 
 def methods(json: Json = False) -> None:
     """List the methods: papers, what stays local, what clients must keep, bytes and exchanges."""
-    from fednorm.describe_method import describe
-    from fednorm.registry import known_methods
+    from fednorm.core.registry import known_methods
+    from fednorm.views.describe_method import describe
 
     found = []
     for info in known_methods().values():

@@ -77,10 +77,10 @@ def partition(
     json: Json = False,
 ) -> None:
     """Deal a set to clients and show who holds what, without training."""
-    from fednorm.config import DataConfig, RunConfig
     from fednorm.data.summary import summary, table
     from fednorm.errors import require
-    from fednorm.plan import build_federation
+    from fednorm.running.config import DataConfig, RunConfig
+    from fednorm.running.plan import build_federation
 
     if picture:
         require("matplotlib", "report", "drawing a picture")

@@ -24,9 +24,9 @@ def demo(
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} is out of range; give 1 or more")
     from fednorm.cli.play import fresh, watch
-    from fednorm.comparison import usable_jobs
-    from fednorm.demo import HEADLINE, METHODS, SEEDS, demo_config, play_demo, what_was_seen
-    from fednorm.plan import find_device
+    from fednorm.running.comparison import usable_jobs
+    from fednorm.running.plan import find_device
+    from fednorm.views.demo import HEADLINE, METHODS, SEEDS, demo_config, play_demo, what_was_seen
 
     folder = out or fresh("demo")
     request = Request(
@@ -59,7 +59,7 @@ def demo(
 
 
 def _draw(result, folder: Path) -> str | None:  # type: ignore[no-untyped-def]
-    from fednorm.pictures import curves
+    from fednorm.views.pictures import curves
 
     title = "Fashion-MNIST subset, 5 clients with 2 classes each, small_resnet"
     try:

@@ -8,7 +8,7 @@ from fednorm.cli.output import print_json, size_text
 
 def doctor(json: Json = False) -> None:
     """Look at this machine: versions, accelerators, extras, data, speed."""
-    from fednorm.doctor import examine, missing_line
+    from fednorm.views.doctor import examine, missing_line
 
     found = examine()
     if json:

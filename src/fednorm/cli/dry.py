@@ -7,13 +7,13 @@ from typing import Any
 
 from fednorm.cli.output import print_json, size_text
 from fednorm.cli.settings import Request
-from fednorm.config import updated
+from fednorm.running.config import updated
 
 
 def print_preview(request: Request, methods: list[str]) -> None:
     """Say what a request would do; nothing is written."""
-    from fednorm.plan import make_plan
-    from fednorm.preview import preview
+    from fednorm.running.plan import make_plan
+    from fednorm.views.preview import preview
 
     # As compare does: several processes share the cores, one thread each.
     threads = {"engine.threads": 1} if request.jobs > 1 else {}
@@ -42,7 +42,7 @@ def print_preview(request: Request, methods: list[str]) -> None:
 
 
 def _print_config(config: dict[str, Any], single: bool) -> None:
-    from fednorm.recipe import to_toml
+    from fednorm.running.recipe import to_toml
 
     print(to_toml(config if single else {key: value for key, value in config.items() if key != "method"}))
 

@@ -21,9 +21,9 @@ def export(
     allow_code: AllowCode = False,
 ) -> None:
     """Write a run's model as a plain safetensors file."""
-    from fednorm.export import export as write
-    from fednorm.folder import RunFolder
-    from fednorm.runs import read_config
+    from fednorm.running.api import read_config
+    from fednorm.running.folder import RunFolder
+    from fednorm.views.export import export as write
 
     place = RunFolder(folder)
     refuse_code(read_config(place)[0].model, f"'{place.config}'", allow_code)

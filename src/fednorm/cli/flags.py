@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fednorm import config
 from fednorm.cli.settings import Request, names_code, read_seeds, resolve
 from fednorm.errors import ConfigError
+from fednorm.running import config
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ def inspect(
 ) -> None:
     """Show what a method does with every tensor of a model: kind, policy, shape, bytes."""
     from fednorm import models
-    from fednorm.describe import describe
-    from fednorm.expression import parse_term
-    from fednorm.optim import MOMENTUM_SGD
-    from fednorm.prepared import prepare
-    from fednorm.registry import parse
+    from fednorm.core.expression import parse_term
+    from fednorm.core.optim import MOMENTUM_SGD
+    from fednorm.core.registry import parse
+    from fednorm.halves.prepared import prepare
+    from fednorm.views.describe import describe
 
     term = parse_term(model, "model", "resnet20(shortcut=B)")
     parsed = parse(method)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fednorm.results import Result
+    from fednorm.running.results import Result
 
 HEADINGS = {"pooled": "pooled test", "own_client": "own-client test", "domains": "domains", "unseen": "unseen clients"}
 FOOTNOTES = {
@@ -73,7 +73,7 @@ def size_text(count: float) -> str:
 
 def print_scores(result: Result) -> None:
     """The table of a comparison, with a note on every cell that is not the global model's."""
-    from fednorm.results import cell_text
+    from fednorm.running.results import cell_text
 
     lines = result.table()
     shown = [name for name in HEADINGS if any(name in line for line in lines)]

@@ -13,13 +13,13 @@ from fednorm.cli.settings import Request
 from fednorm.errors import require
 
 if TYPE_CHECKING:
-    from fednorm.observers import OnEvent
-    from fednorm.results import Result
+    from fednorm.running.observers import OnEvent
+    from fednorm.running.results import Result
 
 
 def play_run(request: Request) -> None:
     """Play the one run of a request and print what came out."""
-    from fednorm.runs import run
+    from fednorm.running.api import run
 
     out = request.out or fresh(request.config.method)
 
@@ -31,7 +31,7 @@ def play_run(request: Request) -> None:
 
 def play_comparison(request: Request, methods: list[str]) -> None:
     """Play every method with every seed and print the table."""
-    from fednorm.comparison import compare
+    from fednorm.running.comparison import compare
 
     out = request.out or fresh("compare" if len(methods) > 1 else methods[0])
 
@@ -45,8 +45,8 @@ def watch(request: Request, out: Path, runs: int, work: Callable[[OnEvent], Resu
     """Do the work with the observers that were asked for; a signal ends it with a word on how to continue."""
     if request.tensorboard:
         require("tensorboard", "track", "--tensorboard")
-    from fednorm.observers import watching
-    from fednorm.runs import Interrupted
+    from fednorm.running.api import Interrupted
+    from fednorm.running.observers import watching
 
     stream = None if request.quiet else sys.stderr if request.json else sys.stdout
     events = out / "tensorboard" if request.tensorboard else None
@@ -66,8 +66,8 @@ def how_to_go_on(out: Path, code: bool) -> str:
 
 def rounds_done(out: Path) -> int | None:
     """Rounds that a stopped run keeps; None for a comparison, which has many runs."""
-    from fednorm.folder import RunFolder
-    from fednorm.store import Store
+    from fednorm.running.folder import RunFolder
+    from fednorm.running.store import Store
 
     folder = RunFolder(out)
     if not folder.state.exists():
@@ -99,6 +99,6 @@ def finish(request: Request, result: Result) -> None:
 
 def fresh(name: str) -> Path:
     """A new folder below runs/, named after what runs."""
-    from fednorm.folder import fresh_folder
+    from fednorm.running.folder import fresh_folder
 
     return fresh_folder(Path("runs"), re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("_"))

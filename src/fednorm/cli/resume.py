@@ -21,11 +21,11 @@ def resume(
 ) -> None:
     """Continue where a folder stopped; what comes out equals an uninterrupted run to the bit."""
     from fednorm.cli.play import finish, watch
-    from fednorm.comparison import resume_comparison
     from fednorm.errors import ConfigError
-    from fednorm.folder import RunFolder
-    from fednorm.results import Result
-    from fednorm.runs import read_config, resume_folder
+    from fednorm.running.api import read_config, resume_folder
+    from fednorm.running.comparison import resume_comparison
+    from fednorm.running.folder import RunFolder
+    from fednorm.running.results import Result
 
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs} is out of range; give 1 or more")

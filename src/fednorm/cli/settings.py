@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from fednorm.config import RunConfig, all_fields, from_dict, updated
+from fednorm.core.expression import literal, parse_term
 from fednorm.errors import ConfigError, unknown
-from fednorm.expression import literal, parse_term
-from fednorm.recipe import Recipe, read_recipe
+from fednorm.running.config import RunConfig, all_fields, from_dict, updated
+from fednorm.running.recipe import Recipe, read_recipe
 
 _LIBRARIES = ("timm", "torchvision")
 

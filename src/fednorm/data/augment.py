@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.errors import ConfigError, unknown
 
 Coordinates = tuple[Tensor, Tensor]
@@ -142,7 +142,7 @@ def _parse_step(step: str, spec: str) -> tuple[str, float]:
 
 
 def augment(x: Tensor, key: Tensor, spec: str | Augmentation) -> Tensor:
-    """Augment a batch (B, C, H, W) of any dtype; `key` is one 64-bit key from `fednorm.rng`.
+    """Augment a batch (B, C, H, W) of any dtype; `key` is one 64-bit key from `fednorm.core.rng`.
 
     >>> x = torch.arange(8, dtype=torch.uint8).reshape(2, 1, 2, 2)
     >>> augment(x, rng.key(0), "flip(1)").flatten().tolist()

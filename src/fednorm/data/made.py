@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.data.load import load_dataset
 from fednorm.data.readers.idx import DIGITS
 from fednorm.data.readers.images import image_files, read_image

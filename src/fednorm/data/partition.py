@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.errors import ConfigError, unknown
 
 Rows = list[np.ndarray]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.data.federation import Federation
 from fednorm.errors import ConfigError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.errors import ConfigError
 
 

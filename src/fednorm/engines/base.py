@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 from torch.func import grad_and_value
 
-from fednorm.client import Step, StepOut, StepSpec
+from fednorm.core.method import Phase
+from fednorm.core.state import Entry, Kind, Policy, Tree
+from fednorm.core.step import Step, StepOut, StepSpec
 from fednorm.errors import ConfigError
-from fednorm.method import Phase
+from fednorm.halves.merging import DOWN, Schema, Update, keys_with
+from fednorm.halves.prepared import lr_factors
 from fednorm.pieces.weights import Report, loss_summary
-from fednorm.plan import Plan
-from fednorm.prepared import lr_factors
-from fednorm.server import DOWN, Schema, Update, keys_with
-from fednorm.state import Entry, Kind, Policy, Tree
+from fednorm.running.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fednorm.batches import UNION
+from fednorm.data.batches import UNION
 from fednorm.engines.base import Engine, Job, start_state
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.engines.stacked import StackedEngine
+from fednorm.engines.stack.stacked import StackedEngine
 from fednorm.engines.workers import WorkersEngine, count_processes
 from fednorm.errors import unknown
-from fednorm.plan import Plan
+from fednorm.running.plan import Plan
 
 MIN_STEPS = 50
 """Runs of fewer steps are played as they come; two steps to look would be a good part of them."""

@@ -23,15 +23,15 @@ import safetensors.torch
 import torch
 from torch import Tensor, distributed
 
-from fednorm.batches import UNION
-from fednorm.engines.cargo import pack_states, unpack_states
+from fednorm.core.method import Method
+from fednorm.core.reductions import Cohort, fold, merging
+from fednorm.core.state import Tree, digest
+from fednorm.data.batches import UNION
+from fednorm.engines.machine import world_size
 from fednorm.errors import ConfigError, FednormError
-from fednorm.method import Method
-from fednorm.pieces.reductions import Cohort, fold, merging
-from fednorm.plan import Plan, find_device
-from fednorm.state import Tree, digest
-from fednorm.store import Store, encode
-from fednorm.world import world_size
+from fednorm.halves.state_parcels import pack_states, unpack_states
+from fednorm.running.plan import Plan, find_device
+from fednorm.running.store import Store, encode
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)

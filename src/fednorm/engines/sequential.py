@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fednorm import rng
-from fednorm.client import Step, StepOut, training_mode
+from fednorm.core import rng
+from fednorm.core.method import Phase
+from fednorm.core.state import Tree, tree_bytes
+from fednorm.core.step import Step, StepOut, training_mode
 from fednorm.engines.base import (
     Job,
     Outcome,
@@ -23,9 +25,7 @@ from fednorm.engines.base import (
     to_trees,
 )
 from fednorm.layers.cohort import set_lockstep
-from fednorm.method import Phase
-from fednorm.plan import Plan
-from fednorm.state import Tree, tree_bytes
+from fednorm.running.plan import Plan
 
 BUNCH_STEPS, BUNCH_BYTES = 100, 32 << 20
 """Steps and bytes of state of the clients that are made ready together, unless one alone has more."""

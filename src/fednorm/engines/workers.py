@@ -25,15 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fednorm.core.method import Phase
+from fednorm.core.state import Policy, Tree
 from fednorm.engines.base import Job, Outcome
-from fednorm.engines.parcel import CannotSend, Parcel, pack, shared, slot_bytes, slot_views, survives, unpack
 from fednorm.engines.sequential import SequentialEngine
+from fednorm.engines.worker_messages import CannotSend, Parcel, pack, shared, slot_bytes, slot_views, survives, unpack
 from fednorm.errors import ConfigError, FednormError
-from fednorm.method import Phase
+from fednorm.halves.merging import Update, keys_with
 from fednorm.pieces.weights import Report
-from fednorm.plan import Plan
-from fednorm.server import Update, keys_with
-from fednorm.state import Policy, Tree
+from fednorm.running.plan import Plan
 
 SLOTS = 2
 """Clients that a worker may have at a time: the one it trains, and the next."""

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from fednorm import rng
+from fednorm.core import rng
+from fednorm.core.state import register_norm
 from fednorm.layers.batch_stats import moments, per_channel, scale_and_shift
 from fednorm.layers.keyed import Keyed, number_keyed_layers
 from fednorm.layers.scheduled import Scheduled
 from fednorm.pieces.surgery import Surgery, SurgeryReport, largest_divisor, swap_norm
-from fednorm.state import register_norm
 
 _START, _END = 5.0, 1e-3
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from fednorm.core.state import register_norm
 from fednorm.errors import ConfigError
 from fednorm.layers.batch_stats import moments, per_channel, scale_and_shift
 from fednorm.layers.scheduled import Scheduled
 from fednorm.pieces.surgery import Surgery, swap_norm
-from fednorm.state import register_norm
 
 
 class BatchRenorm(Scheduled):

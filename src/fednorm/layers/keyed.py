@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from fednorm import rng
+from fednorm.core import rng
 
 
 @lru_cache(maxsize=4096)

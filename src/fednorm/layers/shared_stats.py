@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fednorm.core.state import register_norm
 from fednorm.layers.batch_stats import RecordingNorm, moments, normalise, scale_and_shift
 from fednorm.pieces.surgery import Surgery, swap_norm
-from fednorm.state import register_norm
 
 _KINDS = {
     "weight": "affine",

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from fednorm.method import Part
+from fednorm.core.claims import DATA
+from fednorm.core.method import Part
+from fednorm.core.registry import register
 from fednorm.pieces.changes import chain, keep
-from fednorm.pieces.claims import DATA
-from fednorm.registry import register
 
 
 @register(

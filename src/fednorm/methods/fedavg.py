@@ -1,8 +1,8 @@
 """FedAvg: everything is shared and averaged, running statistics included."""
 
-from fednorm.method import Part
+from fednorm.core.method import Part
+from fednorm.core.registry import register
 from fednorm.pieces.changes import nothing
-from fednorm.registry import register
 
 
 @register(

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from fednorm.method import Part
+from fednorm.core.method import Part
+from fednorm.core.registry import register
+from fednorm.core.state import Kind
 from fednorm.pieces.changes import average_for_newcomers, chain, keep, policy_claims
-from fednorm.registry import register
-from fednorm.state import Kind
 
 
 @register(

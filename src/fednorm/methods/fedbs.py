@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Literal
 
-from fednorm.method import Method, Part, Phase
-from fednorm.pieces.claims import PROXIMAL_TERM, SWITCH, WEIGHTS
+from fednorm.core.claims import PROXIMAL_TERM, SWITCH, WEIGHTS
+from fednorm.core.method import Method, Part, Phase
+from fednorm.core.registry import register
+from fednorm.core.state import Kind
 from fednorm.pieces.losses import proximal
 from fednorm.pieces.switches import when_losses_agree
 from fednorm.pieces.weights import Weigh, by_loss, uniform
-from fednorm.registry import register
-from fednorm.state import Kind
 
 
 @register(

@@ -2,12 +2,12 @@
 
 from typing import Literal
 
+from fednorm.core.claims import PROXIMAL_TERM
+from fednorm.core.method import Part
+from fednorm.core.registry import register
 from fednorm.errors import ConfigError
-from fednorm.method import Part
 from fednorm.pieces.changes import add_loss
-from fednorm.pieces.claims import PROXIMAL_TERM
 from fednorm.pieces.losses import distance, proximal
-from fednorm.registry import register
 
 
 @register(

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
+from fednorm.core.claims import NORM_LAYERS, WEIGHTS
+from fednorm.core.method import Method, Part, Phase
+from fednorm.core.registry import register
+from fednorm.core.state import Kind, Policy
 from fednorm.layers.cohort import cohort_batch_norm
-from fednorm.method import Method, Part, Phase
 from fednorm.pieces.changes import chain, operate, weigh_by
-from fednorm.pieces.claims import NORM_LAYERS, WEIGHTS
 from fednorm.pieces.weights import uniform
-from fednorm.registry import register
-from fednorm.state import Kind, Policy
 
 
 def _in_lockstep(method: Method) -> Method:

@@ -2,14 +2,14 @@
 
 from typing import Literal
 
+from fednorm.core.claims import CLIPPING, CONVOLUTIONS, NORM_LAYERS
+from fednorm.core.method import Change, Part
+from fednorm.core.registry import register
 from fednorm.layers.norm_free import drop_norms, residual_scaling
 from fednorm.layers.ws_conv import weight_standardise
-from fednorm.method import Change, Part
 from fednorm.pieces.changes import add_transform, chain, operate
-from fednorm.pieces.claims import CLIPPING, CONVOLUTIONS, NORM_LAYERS
 from fednorm.pieces.grads import agc as adaptive_clipping
 from fednorm.pieces.grads import clip_norm
-from fednorm.registry import register
 
 
 def _clip(clip: float) -> Change:

@@ -6,13 +6,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fednorm.core.claims import SWITCH
+from fednorm.core.method import Facts, Method, Part, Phase
+from fednorm.core.registry import register
+from fednorm.core.state import Kind, Policy, Tree
 from fednorm.errors import ConfigError
-from fednorm.method import Facts, Method, Part, Phase
 from fednorm.pieces.changes import policy_claims
-from fednorm.pieces.claims import SWITCH
 from fednorm.pieces.switches import after, when_settled
-from fednorm.registry import register
-from fednorm.state import Kind, Policy, Tree
 
 
 def statistics_shift(end: Tree, start: Tree, facts: Facts) -> Tensor:

@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-from fednorm.method import Part, Phase
+from fednorm.core.method import Part, Phase
+from fednorm.core.registry import register
+from fednorm.core.state import Kind, Policy
 from fednorm.pieces.changes import policy_claims
-from fednorm.registry import register
-from fednorm.state import Kind, Policy
 
 _PAPER = "Zhong, Chen, Chao 2023 (arXiv 2303.06530)"
 
 
 def _maintained(policy: Policy) -> Part:
     def change(phase: Phase) -> Phase:
-        if not phase.advances:
+        if not phase.consumes_batches:
             return phase  # an exchange that only looks has no use for the buffers and must not pay for them
         return replace(phase, policy={**phase.policy, Kind.OPTIMIZER: policy}, fresh_after_lockstep=False)
 

@@ -1,14 +1,14 @@
 """Swaps of batch norm for other norms, and networks initialised to need none."""
 
+from fednorm.core.claims import CONVOLUTIONS, LAST_INPUT, NORM_LAYERS
+from fednorm.core.method import Part
+from fednorm.core.registry import register
 from fednorm.layers.brn import batch_renorm
 from fednorm.layers.fixup import fixup as fixup_form
 from fednorm.layers.fixup import fixup_lr_factors
 from fednorm.layers.norm_free import feature_norm
-from fednorm.method import Part
 from fednorm.pieces.changes import chain, operate, scale_lr
-from fednorm.pieces.claims import CONVOLUTIONS, LAST_INPUT, NORM_LAYERS
 from fednorm.pieces.surgery import group_norm, instance_norm, layer_norm, layer_norm_pixel
-from fednorm.registry import register
 
 _NORM = frozenset({NORM_LAYERS})
 _LAST_INPUT = frozenset({LAST_INPUT})

@@ -1,11 +1,11 @@
 """Optimizers on the server: they see weights and affine, never statistics, which they would drive negative."""
 
-from fednorm.method import Part
+from fednorm.core.claims import MERGE_TRAINED
+from fednorm.core.method import Part
+from fednorm.core.registry import register
+from fednorm.core.state import Kind
 from fednorm.pieces.changes import merge_by
-from fednorm.pieces.claims import MERGE_TRAINED
 from fednorm.pieces.merges import Merge, server_adam, server_momentum
-from fednorm.registry import register
-from fednorm.state import Kind
 
 
 def _on_trained(rule: Merge) -> Part:

@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
+from fednorm.core.claims import CONVOLUTIONS, FINISH, MERGE_STATISTICS, NORM_LAYERS, SWITCH
+from fednorm.core.method import Method, Part, Phase
+from fednorm.core.registry import register
+from fednorm.core.state import Kind
 from fednorm.layers.adaptive_gn import adaptive_group_norm
 from fednorm.layers.shared_stats import federated_batch_norm, hybrid_batch_norm
 from fednorm.layers.ws_conv import weight_standardise
-from fednorm.method import Method, Part, Phase
 from fednorm.methods.decoupled import two_exchanges
 from fednorm.pieces.changes import chain, keep, merge_by, operate, policy_claims
-from fednorm.pieces.claims import CONVOLUTIONS, FINISH, MERGE_STATISTICS, NORM_LAYERS, SWITCH
 from fednorm.pieces.merges import recorded_moments
-from fednorm.registry import register
-from fednorm.state import Kind
 
 _NORM = frozenset({NORM_LAYERS})
 

@@ -1,9 +1,9 @@
 """Standalone: every client trains alone; nothing is exchanged."""
 
-from fednorm.method import Part
+from fednorm.core.method import Part
+from fednorm.core.registry import register
+from fednorm.core.state import Kind
 from fednorm.pieces.changes import keep, policy_claims
-from fednorm.registry import register
-from fednorm.state import Kind
 
 
 @register(

@@ -3,15 +3,15 @@
 from dataclasses import replace
 from typing import Literal
 
+from fednorm.core.claims import FINISH, MERGE_STATISTICS, NEWCOMERS, NORM_LAYERS, WEIGHTS
+from fednorm.core.method import Change, Method, Newcomer, Part, Phase
+from fednorm.core.registry import register
+from fednorm.core.state import Kind, Policy
 from fednorm.layers.static_bn import static_batch_norm
-from fednorm.method import Change, Method, Newcomer, Part, Phase
-from fednorm.moments import moments_step
 from fednorm.pieces.changes import chain, keep, merge_by, operate, policy_claims, weigh_by
-from fednorm.pieces.claims import FINISH, MERGE_STATISTICS, NEWCOMERS, NORM_LAYERS, WEIGHTS
 from fednorm.pieces.merges import pooled as pooled_merge
+from fednorm.pieces.moments import moments_step
 from fednorm.pieces.weights import Weigh, by_divergence, by_size, uniform
-from fednorm.registry import register
-from fednorm.state import Kind, Policy
 
 _MERGE = frozenset({MERGE_STATISTICS})
 _QUERY = dict.fromkeys(Kind, Policy.FROZEN) | {
@@ -50,7 +50,7 @@ def query(mode: Literal["ema", "cumulative", "pooled"]) -> Phase:
         merge=merge,
         work="epoch",
         union=mode != "pooled",
-        advances=False,
+        consumes_batches=False,
     )
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from fednorm.method import Change, Method, Rule, Scale, Term, Transform
+from fednorm.core.method import Change, Method, Rule, Scale, Term, Transform
+from fednorm.core.state import Kind, Policy
 from fednorm.pieces.merges import Merge
 from fednorm.pieces.surgery import Surgery
 from fednorm.pieces.weights import Weigh
-from fednorm.state import Kind, Policy
 
 
 def nothing(method: Method) -> Method:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fednorm.method import Facts, Numbers
-from fednorm.state import Tree
+from fednorm.core.method import Facts, Numbers
+from fednorm.core.state import Tree
 
 
 def unit_norms(tensor: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fednorm.method import Numbers
-from fednorm.state import Tree
+from fednorm.core.method import Numbers
+from fednorm.core.state import Tree
 
 
 def proximal(params: Tree, anchor: Tree, numbers: Numbers) -> Tensor:

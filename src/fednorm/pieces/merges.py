@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fednorm.pieces.reductions import largest, weighted_sum, wide
-from fednorm.state import Tree
+from fednorm.core.reductions import largest, weighted_sum, wide
+from fednorm.core.state import Tree
 
 Merge = Callable[[Tree, Tree, Tensor, Tree], tuple[Tree, Tree]]
 """(server's old tensors, the clients' with a leading client axis, weights of the clients, memory) -> (new, new memory).

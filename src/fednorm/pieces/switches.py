@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
+from fednorm.core.method import Memory, Progress, Switch
 from fednorm.errors import ConfigError
-from fednorm.method import Memory, Progress, Switch
 from fednorm.pieces.weights import Report
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fednorm.pieces.reductions import fold, wide, wide_device
+from fednorm.core.reductions import fold, wide, wide_device
 
 
 @dataclass(frozen=True)

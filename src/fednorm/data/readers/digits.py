@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.data.image_set import ImageSet, resize
 from fednorm.data.readers.forms import Form, damaged
 from fednorm.data.readers.idx import DIGITS

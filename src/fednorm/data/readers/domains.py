@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednorm import rng
+from fednorm.core import rng
 from fednorm.data.image_set import ImageSet
 from fednorm.data.partition import largest_remainder
 from fednorm.data.readers.forms import Form, damaged

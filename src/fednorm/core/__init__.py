@@ -1,0 +1,1 @@
+"""The language: what state, methods, phases and steps are. No files, no engines, no command line."""

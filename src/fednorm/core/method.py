@@ -1,0 +1,193 @@
+"""A method is data: these frozen classes say what a treatment of normalization does, and nothing here does it.
+
+A method names the surgery on the model, the stages of a run, in each stage the phases (one exchange each) of a round,
+and when to go from one stage to the next. Engines, the command line and the adapters read the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from fednorm.core.state import Entry, Kind, Policy, Tree
+from fednorm.core.step import StepMaker, train_step
+from fednorm.pieces.merges import Merge, maximum, mean
+from fednorm.pieces.surgery import Surgery
+from fednorm.pieces.weights import Report, Weigh, by_size
+
+Numbers = Mapping[str, float | Tensor]
+"""Named numbers of one client's training (lr, mu, ...): floats, or tensors when an engine maps over clients."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What pieces may know about the model they work on: its entries by key and the keys of its last linear layer."""
+
+    entries: Mapping[str, Entry]
+    head: frozenset[str]
+
+
+Term = Callable[[Tree, Tree, Numbers], Tensor]
+"""(parameters, their broadcast values, numbers) -> a scalar that is added to the loss."""
+
+Transform = Callable[[Tree, Tree, Numbers, Facts], Tree]
+"""(gradients, parameters, numbers, facts) -> gradients."""
+
+Measure = Callable[[Tree, Tree, Facts], Tensor]
+"""(state at the end of a client's work, state at its start, facts) -> a scalar the client reports."""
+
+Scale = Callable[[nn.Module], Mapping[str, float]]
+"""model -> factors on the learning rate by key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How one client trains. Structure is static, numbers are data, so an engine may map a rule over many clients."""
+
+    losses: tuple[Term, ...] = ()
+    grads: tuple[Transform, ...] = ()
+    hold: frozenset[Kind] = frozenset()
+    """`statistic`: batch norms use their running statistics and leave them; `affine`: theirs gets no gradient."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    lr_factors: tuple[Scale, ...] = ()
+
+
+FEDAVG: Mapping[Kind, Policy] = MappingProxyType(
+    {
+        Kind.WEIGHT: Policy.SHARED,
+        Kind.AFFINE: Policy.SHARED,
+        Kind.STATISTIC: Policy.SHARED,
+        Kind.COUNTER: Policy.SHARED,
+        Kind.OPTIMIZER: Policy.FRESH,
+        Kind.EXTRA: Policy.SHARED,
+    }
+)
+BY_SIZE: Mapping[Kind, Weigh] = MappingProxyType(dict.fromkeys(Kind, by_size))
+MEAN: Mapping[Kind, Merge] = MappingProxyType(dict.fromkeys(Kind, mean) | {Kind.COUNTER: maximum})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One exchange: what comes down, what the client does, what goes up, how the server merges it."""
+
+    name: str = "train"
+    step: StepMaker = train_step
+    rule: Rule = field(default_factory=Rule)
+    policy: Mapping[Kind, Policy] = field(default_factory=lambda: FEDAVG)
+    weigh: Mapping[Kind, Weigh] = field(default_factory=lambda: BY_SIZE)
+    merge: Mapping[Kind, Merge] = field(default_factory=lambda: MEAN)
+    work: Literal["local", "epoch", "batch"] = "local"
+    """`local`: the configured local steps or epochs; `epoch`: one pass over the client's data; `batch`: one step."""
+    union: bool = False
+    """Whether the phase sees everybody's data as one client's: no federation could do it, a study may."""
+    consumes_batches: bool = True
+    """Whether the phase uses up the client's batches, or looks at those the next phase will see."""
+    lockstep: int = 0
+    """How many first steps the cohort takes together, with a mean over the clients inside the model."""
+    fresh_after_lockstep: bool = False
+    """Whether the optimizer starts anew after the steps in lock-step."""
+    measures: Mapping[str, Measure] = field(default_factory=dict)
+    """Scalars each client reports of its work."""
+
+    def policy_of(self, entry: Entry) -> Policy:
+        """The policy of an entry. The affine of norms without batch statistics (GN, LN) goes with the weights."""
+        kind = Kind.WEIGHT if entry.kind is Kind.AFFINE and not entry.batch_norm else entry.kind
+        return self.policy[kind]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: round `round` of `rounds`, counted from 1."""
+
+    round: int
+    rounds: int
+
+
+Memory = dict[str, Any]
+"""What a switch remembers between rounds: JSON values only, since it is checkpointed."""
+
+Switch = Callable[[Memory, Progress, Sequence[Report]], tuple[Memory, int]]
+"""(memory, progress, last round's reports) -> (memory, stage of this round)."""
+
+
+def stay(memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
+    """One stage, for ever."""
+    return memory, 0
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """The statistics of a client that never trained; where training clients keep some local, it has their average.
+
+    `given`: as they are; `reestimate`: taken anew from its own unlabelled data; `track`: moved by each test batch.
+    """
+
+    rule: Literal["given", "reestimate", "track"] = "given"
+    momentum: float = 0.1
+    variance: Literal["mean", "pooled"] = "mean"
+    """Whether the average of local variances has the part that differs between clients."""
+
+
+Change = Callable[["Method"], "Method"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named change to a method, with what it claims for itself: two parts with the same claim do not combine."""
+
+    change: Change
+    claims: frozenset[str] = frozenset()
+    acts_on: frozenset[Kind] = frozenset()
+    """Kinds of batch-norm state without which the part would do nothing."""
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A whole treatment of a federation: see the module's docstring. The default is FedAvg."""
+
+    name: str = "fedavg"
+    data: Literal["each", "union"] = "each"
+    """`union`: one model trains on all clients' data, as if there were no federation."""
+    surgery: tuple[tuple[str, Surgery], ...] = ()
+    stages: tuple[tuple[Phase, ...], ...] = ((Phase(),),)
+    switch: Switch = stay
+    finish: tuple[Phase, ...] = ()
+    """Exchanges with all clients after the last round."""
+    query: Phase | None = None
+    """An exchange with all clients before every test, for statistics that training neither makes nor sees."""
+    newcomer: Newcomer = field(default_factory=lambda: Newcomer())
+    """How a client that never trained gets its statistics."""
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(phase for stage in self.stages for phase in stage)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What an engine must offer: `client_state` that outlives a round, a cohort that steps in `lockstep`."""
+        local = any(policy is Policy.LOCAL for phase in self.phases for policy in phase.policy.values())
+        lockstep = any(phase.lockstep for phase in self.phases)
+        needs = {"client_state": local and self.data == "each", "lockstep": lockstep}
+        return frozenset(need for need, needed in needs.items() if needed)
+
+    def tested(self, stage: int) -> Phase:
+        """The last phase of a stage, with what the query fills counted as shared: what a tested model consists of."""
+        phase = self.stages[stage][-1]
+        if self.query is None:
+            return phase
+        filled = {kind: policy for kind, policy in self.query.policy.items() if policy is Policy.SHARED}
+        return replace(phase, policy={**phase.policy, **filled})
+
+    def map_phases(self, change: Callable[[Phase], Phase]) -> Method:
+        """The same method with every phase of every stage changed."""
+        return replace(self, stages=tuple(tuple(change(phase) for phase in stage) for stage in self.stages))
+
+    def map_rules(self, change: Callable[[Rule], Rule]) -> Method:
+        """The same method with every client rule changed."""
+        return self.map_phases(lambda phase: replace(phase, rule=change(phase.rule)))

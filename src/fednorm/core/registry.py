@@ -1,0 +1,183 @@
+"""Methods by name: `register` adds one, `parse` reads an expression such as `fixbn(at=0.5)+local-momentum`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args, get_type_hints
+
+from fednorm.core.claims import MERGE_STATISTICS, MERGE_TRAINED, PROXIMAL_TERM, WEIGHTS
+from fednorm.core.expression import NAME, Term, parse_terms
+from fednorm.core.method import Method, Part
+from fednorm.core.state import Kind, Policy
+from fednorm.errors import ConfigError, unknown
+
+Factory = Callable[..., Part]
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """What the registry knows about a name."""
+
+    name: str
+    paper: str
+    summary: str
+    make: Factory
+    reconstruction: bool = False
+    """True where the source is not complete enough to claim a reproduction."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {name: p.default for name, p in inspect.signature(self.make).parameters.items()}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return parse(self.name).needs
+
+
+_REGISTRY: dict[str, MethodInfo] = {}
+
+
+def register(name: str, *, paper: str, summary: str, reconstruction: bool = False) -> Callable[[Factory], Factory]:
+    """Make a function that returns a `Part` available under a name; its keyword arguments are the options."""
+
+    def add(make: Factory) -> Factory:
+        if name in _REGISTRY:
+            raise ConfigError(f"method '{name}' is registered already; choose another name")
+        if not re.fullmatch(NAME, name):
+            raise ConfigError(f"method name '{name}' is not usable; expected letters, digits, '-' and '_'")
+        _REGISTRY[name] = MethodInfo(name, paper, summary, make, reconstruction)
+        return make
+
+    return add
+
+
+def known_methods() -> Mapping[str, MethodInfo]:
+    """All registered methods by name."""
+    import fednorm.methods  # noqa: F401  registers the built-in ones
+
+    return dict(sorted(_REGISTRY.items()))
+
+
+_EXAMPLE = "fixbn(at=0.5)+local-momentum"
+
+
+def parse(expression: str | Method) -> Method:
+    """The method an expression describes: parts joined by `+`, each with optional arguments.
+
+    >>> parse("fedprox(mu=0.1)+gn").name
+    'fedprox(mu=0.1)+gn'
+    """
+    if isinstance(expression, Method):
+        return expression
+    known = known_methods()
+    method = Method()
+    claimed: dict[str, str] = {}
+    for term in parse_terms(expression, "method", _EXAMPLE):
+        if term.name not in known:
+            raise unknown("method", term.name, known, "fednorm methods")
+        made = known[term.name].make(**checked_options(term, known[term.name].make))
+        part = replace(made, label=str(term))
+        for claim in sorted(part.claims):
+            if claim in claimed:
+                raise ConfigError(
+                    f"'{claimed[claim]}' and '{part.label}' cannot be combined: "
+                    f"both decide {_in_words(claim)}; keep one"
+                )
+            claimed[claim] = part.label
+        method = part.change(method)
+        surgery = tuple((owner or part.label, operation) for owner, operation in method.surgery)
+        method = replace(method, surgery=surgery, parts=(*method.parts, part))
+    method = replace(method, name="+".join(part.label for part in method.parts))
+    refuse_contradictions(method)
+    return method
+
+
+def refuse_contradictions(method: Method) -> None:
+    """Refuse combinations whose parts claim nothing twice and still cannot work together."""
+    last = method.stages[-1][-1]
+    local = {kind for kind, policy in last.policy.items() if policy is Policy.LOCAL and kind is not Kind.OPTIMIZER}
+    if method.data == "union" and (local or "lockstep" in method.needs):
+        raise ConfigError(
+            f"'{method.name}' cannot work: centralized training has no clients that could keep state or step "
+            "together; leave out centralized or the other part"
+        )
+    _refuse_what_cannot_merge(method)
+    _refuse_lockstep(method, local)
+    for phase in (*method.finish, *([method.query] if method.query else [])):
+        for kind in sorted(local & {kind for kind, policy in phase.policy.items() if policy is Policy.SHARED}):
+            raise ConfigError(
+                f"'{method.name}' cannot work: its last exchange would average the {kind} that clients keep local; "
+                "leave one of the two parts out"
+            )
+
+
+_MERGED = {MERGE_STATISTICS: Kind.STATISTIC, MERGE_TRAINED: Kind.WEIGHT, WEIGHTS: Kind.WEIGHT}
+_NEEDS_SERVER = frozenset({MERGE_STATISTICS, MERGE_TRAINED, PROXIMAL_TERM})
+
+
+def _refuse_what_cannot_merge(method: Method) -> None:
+    """Refuse parts about the merging of what is never sent, or of what only one model has."""
+    for part in method.parts:
+        if method.data == "union" and part.claims & _NEEDS_SERVER:
+            raise ConfigError(
+                f"'{method.name}' cannot work: centralized training has no server that merges or sends a model; "
+                f"leave out centralized or '{part.label}'"
+            )
+        for claim in sorted(part.claims & _MERGED.keys()):
+            kind = _MERGED[claim]
+            if all(phase.policy[kind] is not Policy.SHARED for phase in method.phases):
+                raise ConfigError(
+                    f"'{method.name}' cannot work: '{part.label}' decides how the {kind} of clients is merged, "
+                    "which another part does not send; leave one of the two parts out"
+                )
+
+
+def _refuse_lockstep(method: Method, local: set[Kind]) -> None:
+    """Refuse clients that step together where they may not tell their statistics, or learn nothing from it."""
+    together = [phase for phase in method.phases if phase.lockstep]
+    if together and Kind.STATISTIC in local:
+        raise ConfigError(
+            f"'{method.name}' cannot work: clients in lock-step exchange the statistics of their batches, which they "
+            "are to keep local; leave one of the two parts out"
+        )
+    if any(not phase.consumes_batches for phase in together):
+        raise ConfigError(
+            f"'{method.name}' cannot work: clients in lock-step exchange gradients of statistics, and in an exchange "
+            "of statistics alone there are none; leave one of the two parts out"
+        )
+
+
+def _in_words(claim: str) -> str:
+    subject, _, detail = claim.partition(":")
+    return f"the {subject} of {detail}" if detail else f"the {subject}"
+
+
+def checked_options(term: Term, make: Factory) -> dict[str, Any]:
+    """The options of a term, each known to the factory and of the type its signature states."""
+    hints = get_type_hints(make)
+    known = inspect.signature(make).parameters
+    values: dict[str, Any] = {}
+    for key, value in term.options.items():
+        if key not in known:
+            if not known:
+                raise ConfigError(f"'{term.name}' takes no options but was given '{key}'; write just '{term.name}'")
+            raise unknown(f"option of '{term.name}'", key, known)
+        hint = hints[key]
+        # `float | Literal["window"]` offers a type and a word
+        options = [option for each in get_args(hint) or (hint,) for option in get_args(each) or (each,)]
+        if float in options and int not in options and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not any(_fits(value, option) for option in options):
+            expected = " or ".join(option.__name__ if isinstance(option, type) else repr(option) for option in options)
+            raise ConfigError(f"'{term}': {value!r} does not fit; {key} takes {expected}")
+        values[key] = value
+    return values
+
+
+def _fits(value: Any, option: Any) -> bool:
+    if not isinstance(option, type):
+        return value == option
+    return isinstance(value, option) and (option is bool or not isinstance(value, bool))

@@ -1,0 +1,42 @@
+"""Learning rate by round."""
+
+from __future__ import annotations
+
+import math
+
+from fednorm.core.expression import parse_term
+from fednorm.errors import ConfigError, unknown
+
+_NAMES = ("constant", "step", "cosine", "linear")
+
+
+def lr_factor(schedule: str, round: int, rounds: int) -> float:
+    """The factor on the learning rate in round `round` of `rounds`, counted from 1.
+
+    `step` multiplies by `factor` after each of the fractions `at`, so `step` alone keeps the rate for exactly the
+    first half of the rounds.
+
+    >>> [round(lr_factor("step", r, 8), 3) for r in (1, 4, 5, 6, 7)]
+    [1.0, 1.0, 0.1, 0.1, 0.01]
+    >>> lr_factor("step(factor=0.5,at=0.25)", 3, 8)
+    0.5
+    """
+    term = parse_term(schedule, "schedule", "step(factor=0.1,at=0.5/0.75)")
+    done = (round - 1) / rounds
+    if term.name not in _NAMES:
+        raise unknown("schedule", term.name, _NAMES)
+    known = {"factor", "at"} if term.name == "step" else set()
+    for option in term.options.keys() - known:
+        raise unknown(f"option of schedule '{term.name}'", option, known)
+    if term.name == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    if term.name == "linear":
+        return 1 - done
+    if term.name == "constant":
+        return 1.0
+    try:
+        marks = [float(mark) for mark in str(term.options.get("at", "0.5/0.75")).split("/")]
+        factor = float(term.options.get("factor", 0.1))
+    except ValueError:
+        raise ConfigError(f"schedule '{schedule}' needs numbers, as in step(factor=0.1,at=0.5/0.75)") from None
+    return factor ** sum(done >= mark for mark in marks)

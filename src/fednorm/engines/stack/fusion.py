@@ -1,0 +1,67 @@
+"""A function of tensors as a graph of operators, in which any model looks alike, and that graph made shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fednorm.engines.stack.rewrites import copies, neighbours, shortcuts
+
+_aten, _own = torch.ops.aten, torch.ops.fednorm
+Rewrite = tuple[Any, Callable[[Graph, Node], None]]
+"""An operator, and what is done about a call of it."""
+_SECRETIVE = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default}
+"""Torch's own batch norms move running statistics in place without saying so: beside them copies must stay."""
+_COPIES: tuple[Rewrite, ...] = (
+    (_aten.view.default, copies.allow_any_strides),
+    (_aten._unsafe_view.default, copies.allow_any_strides),
+    (_aten.clone.default, copies.drop_clone),
+)
+_REWRITES: tuple[Rewrite, ...] = (
+    (_aten.permute.default, copies.drop_idle_permutation),
+    (_aten.copy.default, copies.drop_copy),
+    (_aten.cat.default, copies.drop_rejoining),
+    (_aten.constant_pad_nd.default, shortcuts.thin_at_once),
+    (_aten.slice_backward.default, shortcuts.thin_grad_at_once),
+    (_own.conv.default, neighbours.take_in_bias_and_relu),
+    (_aten.threshold_backward.default, neighbours.take_in_bias_grad),
+    (_own.sgd.default, neighbours.take_in_parts),
+    (_own.norm.default, neighbours.take_in_residual_and_relu),
+    (_own.norm.default, neighbours.share_moments),
+    (_own.norm_grad.default, neighbours.take_in_relu_grad),
+    (_own.conv_input_grad.default, neighbours.take_in_sum),
+)
+
+
+def trace(function: Callable[..., Any], *examples: Any) -> GraphModule:
+    """A function of tensors as a graph of operators without changes in place, for tensors shaped as the examples."""
+    # Fake tensors: nothing runs, so kernels that fusion replaces are not even compiled. The lambda, because make_fx
+    # counts the arguments of what it is given, and miscounts those of methods.
+    fake = make_fx(functionalize(lambda *args: function(*args)), tracing_mode="fake", _allow_non_fake_inputs=True)
+    traced = fake(*examples)
+    for node in list(traced.graph.nodes):
+        # What the function changed in its inputs is written back at the end; callers read what it returns.
+        if node.target is _aten.copy_.default:
+            traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def fuse(traced: GraphModule) -> GraphModule:
+    """The graph with the elementwise neighbours of batch norms and input gradients taken in."""
+    secretive = any(node.target in _SECRETIVE for node in traced.graph.nodes)
+    if not secretive:
+        copies.share_results(traced.graph)
+    for target, rewrite in _REWRITES if secretive else (*_COPIES, *_REWRITES):
+        for node in list(traced.graph.nodes):
+            if node.target is target:
+                rewrite(traced.graph, node)
+        traced.graph.eliminate_dead_code()  # a node that nobody needs would still count as a user
+    traced.graph.lint()
+    traced.recompile()
+    return traced

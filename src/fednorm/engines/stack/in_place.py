@@ -1,0 +1,83 @@
+"""Updates of a traced program that are written over what they read, in place of a copy at its end."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_unflatten
+
+from fednorm.core.state import Tree
+from fednorm.engines.stack.kernels import element_ops as element_ops  # makes the operators known to torch
+
+_aten, _own = torch.ops.aten, torch.ops.fednorm
+_VIEWS = {
+    operator.getitem, _aten.slice.Tensor, _aten.split_with_sizes.default, _aten.reshape.default, _aten.view.default,
+    _aten.permute.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.select.int, _aten.expand.default,
+    _aten.detach.default, _aten.squeeze.dims, _aten.squeeze.dim, _aten.unbind.int,
+}  # fmt: skip
+"""Operators whose result may be a part of what they were given."""
+
+
+def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
+    """Let SGD write over the entries of the state it moves, where nothing reads the old ones later; returns them.
+
+    Such an entry is its own new value, which need not be put back.
+    """
+    graph = traced.graph
+    entries = dict(zip(state, (node for node in graph.nodes if node.op == "placeholder"), strict=True))
+    output = next(node for node in graph.nodes if node.op == "output")
+    new: dict[str, Any] = tree_unflatten(output.args[0], traced._out_spec)[0]  # type: ignore[arg-type]
+    written: set[str] = set()
+    for update in [node for node in graph.nodes if node.target is _own.sgd.default]:
+        # (what the update reads, what it returns): the values, and the velocities where there is momentum
+        pairs = [(update.args[0], 0)] + [(update.args[2], 1)] * (update.args[2] is not None)
+        keys = [_key_of(update, place, _whole(source), entries, new) for source, place in pairs]
+        found = [key for key in keys if key is not None]
+        if len(found) < len(keys) or any(_read_after(update, entries[key]) for key in found):
+            continue
+        with graph.inserting_before(update):
+            graph.call_function(_own.sgd_in_place.default, update.args)
+        for key in found:
+            moved = new[key]
+            moved.replace_all_uses_with(entries[key])
+        written.update(found)
+    if written:
+        graph.eliminate_dead_code()  # the updates that were replaced; those in place have an effect and stay
+        traced.recompile()
+    return written
+
+
+def _key_of(update: Node, place: int, source: Any, entries: dict[str, Node], new: dict[str, Any]) -> str | None:
+    """The entry that an update reads whole, and whose new value is what the update returns and nothing else reads."""
+    for key, value in new.items():
+        if entries.get(key) is source and isinstance(value, Node):
+            result = _whole(value)
+            alone = len(value.users) == 1 and (value is result or len(result.users) == 1)
+            if result.target is operator.getitem and result.args == (update, place) and alone:
+                return key
+    return None
+
+
+def _whole(node: Any) -> Any:
+    """What a slice of all columns is a slice of."""
+    while isinstance(node, Node) and node.target is _aten.slice.Tensor:
+        source: Any = node.args[0]
+        if source.meta["val"].shape != node.meta["val"].shape:
+            break
+        node = source
+    return node
+
+
+def _read_after(update: Node, entry: Node) -> bool:
+    """Whether an entry, or a part of it, is read behind an update."""
+    parts, behind = {entry}, False
+    for node in update.graph.nodes:
+        if behind and node.op != "output" and parts.intersection(node.all_input_nodes):
+            return True
+        if node.target in _VIEWS and parts.intersection(node.all_input_nodes):
+            parts.add(node)
+        behind = behind or node is update
+    return False

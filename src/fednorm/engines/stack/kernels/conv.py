@@ -1,0 +1,192 @@
+"""Triton kernels for convolutions of a stack of clients, with activations as (client, batch, height, width, channel).
+
+cuDNN runs a convolution with weights per client as a grouped one, which is weak at the 16 to 64 channels of small
+networks. Here a program computes a tile of output pixels of one client as a product over taps and channels together, so
+that a layer of few channels still has long products. Weights are (client, out, height, width, in), float32, and are
+rounded on load.
+"""
+# Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
+# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
+# pyright: reportIndexIssue=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fednorm.engines.stack.kernels.tiles import conv_tile, out_block, weight_tile
+
+
+class Shape(NamedTuple):
+    """The static part of a convolution."""
+
+    stride: int
+    pad_h: int
+    pad_w: int
+    kernel_h: int
+    kernel_w: int
+
+
+@triton.jit(do_not_specialize=["batch", "tiles"])  # one kernel for batches of all sizes
+def _conv_kernel(
+    x_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, part_ptr, w_stride, bias_stride, batch,
+    in_height, in_width, out_height, out_width, tiles,
+    IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, BACKWARD: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    RELU: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    """y = conv(x, w), or with BACKWARD the gradient of the input: there x is dy, IN are the filters' outputs.
+
+    BIAS adds a number to each channel, ADD a tensor of y's shape; RELU follows. MOMENTS leaves mean and squared
+    deviations of each tile's pixels, for a batch norm.
+    """
+    tile = tl.program_id(0)
+    client = tl.program_id(1)
+    pixel = tile * PIXELS + tl.arange(0, PIXELS)
+    total = batch * out_height * out_width
+    column = pixel % out_width
+    row = (pixel // out_width) % out_height
+    image = pixel // (out_width * out_height)
+    outs = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    x_base = x_ptr + client.to(tl.int64) * (batch * in_height * in_width * IN)
+    w_base = w_ptr + client.to(tl.int64) * w_stride
+    acc = tl.zeros((PIXELS, BLOCK_OUT), dtype=tl.float32)
+    for start in range(0, KH * KW * IN, TERMS):
+        term = start + tl.arange(0, TERMS)
+        tap, channel = term // IN, term % IN
+        kh, kw = tap // KW, tap % KW
+        if BACKWARD:
+            up, left = row[:, None] + (PAD_H - kh)[None, :], column[:, None] + (PAD_W - kw)[None, :]
+            src_row, src_col = up // STRIDE, left // STRIDE
+            hit = (up >= 0) & (left >= 0)
+            if STRIDE > 1:
+                hit = hit & (up % STRIDE == 0) & (left % STRIDE == 0)
+        else:
+            src_row = row[:, None] * STRIDE + (kh - PAD_H)[None, :]
+            src_col = column[:, None] * STRIDE + (kw - PAD_W)[None, :]
+            hit = (src_row >= 0) & (src_col >= 0)
+        hit = hit & (src_row < in_height) & (src_col < in_width) & (pixel < total)[:, None]
+        if KH * KW * IN % TERMS != 0:
+            hit = hit & (term < KH * KW * IN)[None, :]
+        at = ((image[:, None] * in_height + src_row) * in_width + src_col) * IN + channel[None, :]
+        x = tl.load(x_base + at, mask=hit, other=0.0)
+        if BACKWARD:
+            w_at = channel[:, None] * (KH * KW * OUT) + tap[:, None] * OUT + outs[None, :]
+        else:
+            w_at = outs[None, :] * (KH * KW * IN) + term[:, None]
+        w = tl.load(w_base + w_at, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :], other=0.0)
+        acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
+    y_at = client.to(tl.int64) * (total * OUT) + pixel[:, None] * OUT + outs[None, :]
+    inside = (pixel < total)[:, None] & (outs < OUT)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + client.to(tl.int64) * bias_stride + outs, mask=outs < OUT, other=0.0)[None, :]
+    if ADD:
+        acc += tl.load(add_ptr + y_at, mask=inside, other=0.0).to(tl.float32)
+    if RELU:
+        acc = tl.where(acc < 0, 0.0, acc)  # what is no number stays
+    y = acc.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + y_at, y, mask=inside)
+    if MOMENTS:
+        seen = tl.where((pixel < total)[:, None], y.to(tl.float32), 0.0)  # what the batch norm will read
+        mean = tl.sum(seen, 0) / tl.minimum(total - tile * PIXELS, PIXELS).to(tl.float32)
+        away = tl.where((pixel < total)[:, None], seen - mean[None, :], 0.0)
+        base = part_ptr + (client * tiles + tile) * (2 * OUT) + outs
+        tl.store(base, mean, mask=outs < OUT)
+        tl.store(base + OUT, tl.sum(away * away, 0), mask=outs < OUT)
+
+
+@triton.jit(do_not_specialize=["batch", "clients"])
+def _weight_kernel(
+    x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, clients,
+    IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, TURNS: tl.constexpr, PRECISION: tl.constexpr,
+    PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    """A share of the pixels' part of the gradient of some taps and channels: x^T dy."""
+    split = tl.program_id(0)
+    client = tl.program_id(1)
+    out_blocks: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
+    outs = (tl.program_id(2) % out_blocks) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    term = (tl.program_id(2) // out_blocks) * TERMS + tl.arange(0, TERMS)
+    tap, channel = term // IN, term % IN
+    kh, kw = tap // KW, tap % KW
+    total = batch * out_height * out_width
+    x_base = x_ptr + client.to(tl.int64) * (batch * in_height * in_width * IN)
+    dy_base = dy_ptr + client.to(tl.int64) * (total * OUT)
+    acc = tl.zeros((TERMS, BLOCK_OUT), dtype=tl.float32)
+    for turn in range(TURNS):
+        pixel = (split * TURNS + turn) * PIXELS + tl.arange(0, PIXELS)
+        column = pixel % out_width
+        row = (pixel // out_width) % out_height
+        image = pixel // (out_width * out_height)
+        src_row = row[:, None] * STRIDE + (kh - PAD_H)[None, :]
+        src_col = column[:, None] * STRIDE + (kw - PAD_W)[None, :]
+        hit = (src_row >= 0) & (src_col >= 0) & (src_row < in_height) & (src_col < in_width)
+        hit = hit & (pixel < total)[:, None] & (term < KH * KW * IN)[None, :]
+        at = ((image[:, None] * in_height + src_row) * in_width + src_col) * IN + channel[None, :]
+        x = tl.load(x_base + at, mask=hit, other=0.0)
+        dy_mask = (pixel < total)[:, None] & (outs < OUT)[None, :]
+        dy = tl.load(dy_base + pixel[:, None] * OUT + outs[None, :], mask=dy_mask, other=0.0)
+        acc = tl.dot(tl.trans(x), dy, acc, input_precision=PRECISION)
+    base = (split * clients + client).to(tl.int64) * (OUT * IN * KH * KW)
+    out_at = outs[None, :] * (KH * KW * IN) + term[:, None]
+    tl.store(part_ptr + base + out_at, acc, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :])
+
+
+def _precision() -> str:
+    """What torch may do with float32 in convolutions, these may too."""
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def run_conv(
+    x: Tensor, w: Tensor, size: tuple[int, int], shape: Shape, *, backward: bool = False,
+    bias: Tensor | None = None, addend: Tensor | None = None, relu: bool = False, moments: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y and the moments of its tiles; x and w have the channel last, `size` is height and width of y.
+
+    Clients' filters and biases may lie apart, as views into a longer row.
+    """
+    clients, filters, _, _, ins = w.shape
+    outs, ins = (ins, filters) if backward else (filters, ins)
+    _, batch, height, width, _ = x.shape
+    y = x.new_empty(clients, batch, *size, outs)
+    tile = conv_tile(ins, outs, x.dtype == torch.float32)
+    tiles = triton.cdiv(batch * size[0] * size[1], tile.pixels)
+    parts = torch.empty((clients, tiles, 2, outs) if moments else (0,), dtype=torch.float32, device=x.device)
+    block_out = out_block(outs)
+    _conv_kernel[(tiles, clients, triton.cdiv(outs, block_out))](
+        x, w, w if bias is None else bias, y if addend is None else addend, y, parts,
+        w.stride(0), 0 if bias is None else bias.stride(0), batch, height, width, *size, tiles,
+        IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
+        KW=shape.kernel_w, BACKWARD=backward, BIAS=bias is not None, ADD=addend is not None, RELU=relu,
+        MOMENTS=moments, PRECISION=_precision(), PIXELS=tile.pixels,
+        TERMS=tile.terms, BLOCK_OUT=block_out, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y, parts
+
+
+def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
+    """The gradient of the weights, (client, out, height, width, in) in float32."""
+    clients, batch, height, width, ins = x.shape
+    out_height, out_width, outs = dy.shape[2:]
+    terms = ins * shape.kernel_h * shape.kernel_w
+    tile, programs = weight_tile(terms, outs, x.dtype == torch.float32)
+    block_out = out_block(outs)
+    places = triton.cdiv(terms, tile.terms) * triton.cdiv(outs, block_out)
+    # Enough programs to fill the chip, and no fewer than a few turns for each: as many for all small batches.
+    tiles = triton.cdiv(batch * out_height * out_width, tile.pixels)
+    turns = max(4, triton.cdiv(tiles, max(1, programs // (places * clients))))
+    splits = triton.cdiv(tiles, turns)
+    parts = torch.empty(
+        splits, clients, outs, shape.kernel_h, shape.kernel_w, ins, dtype=torch.float32, device=x.device
+    )
+    _weight_kernel[(splits, clients, places)](
+        x, dy, parts, batch, height, width, out_height, out_width, clients,
+        IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
+        KW=shape.kernel_w, TURNS=turns, PRECISION=_precision(), PIXELS=tile.pixels,
+        TERMS=tile.terms, BLOCK_OUT=block_out, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return parts.sum(0) if splits > 1 else parts[0]

@@ -1,0 +1,82 @@
+"""What all clients of a stack do at once: the optimizer's update, and the server's weighted sum."""
+
+# The vmap rules name their arguments, where torch's base class has *args; applying a Function has no useful type.
+# pyright: reportIncompatibleMethodOverride=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from fednorm.core.optim import SGD, Factors, Keys, Optimizer, slot
+from fednorm.core.reductions import Cohort
+from fednorm.core.state import Tree
+from fednorm.engines.stack.kernels import element_ops
+from fednorm.engines.stack.kernels.layers import stacked
+
+if TYPE_CHECKING:
+    from fednorm.core.method import Numbers
+
+
+class _OverStack(torch.autograd.Function):
+    """An operator on stacks that has no derivative: alone it runs on a stack of one."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+
+
+class _Sgd(_OverStack):
+    @staticmethod
+    def forward(value: Tensor, grad: Tensor, velocity: Tensor | None, *numbers: Tensor) -> Any:
+        one = None if velocity is None else velocity.unsqueeze(0)
+        alone = (each.unsqueeze(0) for each in numbers)
+        new, moved = element_ops.sgd(value.unsqueeze(0), [grad.unsqueeze(0)], one, *alone)
+        return new[0], moved if velocity is None else moved[0]
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *given: Tensor | None) -> Any:
+        value, grad, velocity, *numbers = stacked(info, dims, *given)
+        new, moved = element_ops.sgd(value, [grad], velocity, *numbers)
+        return (new, moved), (0, None if velocity is None else 0)
+
+
+class _Fold(_OverStack):
+    @staticmethod
+    def forward(stack: Tensor, weights: Tensor) -> Tensor:
+        return element_ops.fold(stack.unsqueeze(0), weights.unsqueeze(0))[0]
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *given: Tensor) -> Any:
+        return element_ops.fold(*stacked(info, dims, *given)), 0
+
+
+def on_stack(optimizer: Optimizer) -> Optimizer:
+    """The optimizer with its update of a vector as one operator over the stack, where there is one."""
+    return replace(optimizer, update=_sgd_of_vectors) if optimizer.name == SGD.name else optimizer
+
+
+def _sgd_of_vectors(
+    params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors, spared: Keys = frozenset()
+) -> tuple[Tree, Tree]:
+    lr, momentum, decay = (cast(Tensor, numbers[name]) for name in ("lr", "momentum", "weight_decay"))
+    new_params, new_buffers = {}, {}
+    for key, value in params.items():
+        name = slot("momentum", key)
+        rate = lr * factors[key] if key in factors else lr
+        lost = torch.zeros_like(decay) if key in spared else decay
+        new_params[key], moved = cast(Any, _Sgd.apply(value, grads[key], buffers.get(name), rate, momentum, lost))
+        if name in buffers:
+            new_buffers[name] = moved
+    return new_params, buffers | new_buffers
+
+
+class StackCohort(Cohort):
+    """Clients whose stack is on one device: their sum is one operator."""
+
+    def weighted_sum(self, stack: Tensor, weights: Tensor) -> Tensor:
+        total: Any = _Fold.apply(stack.reshape(len(stack), -1), weights)
+        return total.reshape(stack.shape[1:])

@@ -1,0 +1,323 @@
+"""One phase of a round as three programs over tensors on the device: start, local step, merge."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fednorm.core.method import Phase
+from fednorm.core.optim import joined
+from fednorm.core.reductions import merging
+from fednorm.core.state import Policy, Tree
+from fednorm.core.step import Step, training_mode
+from fednorm.data.batches import Batches
+from fednorm.engines.base import Source, mapped_spec, parts_of, source_of
+from fednorm.engines.stack.gather import Pool
+from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
+from fednorm.engines.stack.program import Program, Rows
+from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned
+from fednorm.halves.merging import keys_with, merge_stack
+from fednorm.pieces.weights import Reports
+from fednorm.running.plan import Plan
+
+LOSSES = ("all", "last_epoch", "last_batch")
+PARTS = ("params", "rest", "buffers")
+"""A client's state as a step takes it: what is trained, the rest of the model's, and the optimizer's."""
+_WORTH_A_LINE = 3.0
+"""Seconds of making a program ready that are told; compiled kernels are kept on disk, so the next run is quicker."""
+MOST_IN_ONE = 2
+"""Up to so many steps a round is one program; more would only make it long."""
+
+
+class NotAProgram(Exception):
+    """A phase that is more than a function of tensors with a place each; it is played the ordinary way."""
+
+
+def named(prefix: str, flats: Flats) -> Tree:
+    """Entries of a state that belong together."""
+    return {f"{prefix}:{name}": flat for name, flat in flats.items()}
+
+
+def unnamed(prefix: str, state: Tree) -> Flats:
+    """The entries that `named` gave this prefix."""
+    start = f"{prefix}:"
+    return {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+
+
+class LogCopy:
+    """(slot, loss or measure or health, client of a run), copied to the host behind the work that is under way."""
+
+    def __init__(self, log: Tensor) -> None:
+        self._log = torch.empty(log.shape, dtype=log.dtype, pin_memory=log.is_cuda).copy_(log, non_blocking=True)
+        self._done = torch.cuda.Event() if log.is_cuda else None
+        if self._done:
+            self._done.record()
+
+    def read(self) -> Tensor:
+        """The log; waits for the work before the copy, not for later work."""
+        if self._done:
+            self._done.synchronize()
+        return self._log
+
+
+class PhaseProgram:
+    """The programs of a phase for some runs with so many clients each, all with so many steps on batches of one size.
+
+    `common` is the state that all exchanges share: `server`, `initial` and what merges remember (a row a run), and
+    `local` (a row a client). Which runs take part and which clients is in each message. Stacks have a row for each
+    client of each run that takes part; `memory` names what merges remember of these runs.
+    """
+
+    def __init__(
+        self, plan: Plan, phase: Phase, common: Tree, layouts: Mapping[str, RowMatrix], batches: Batches,
+        *, runs: int, clients: int, steps: int, batch_size: int, log_rows: int, memory: frozenset[str],
+        keep: bool,
+    ) -> None:  # fmt: skip
+        self.plan, self.phase = plan, phase
+        self.runs, self.clients, self.steps, self.log_rows = runs, clients, steps, log_rows
+        self.batch_size = batch_size
+        self.schema = plan.schema(phase)
+        self.numbers = list(plan.numbers(phase, 1))
+        self.turn = 0
+        self.memory, self.keep = memory, keep
+        self.remembered: Tree = {}
+        self._copied: tuple[int, LogCopy] | None = None
+        self._common, self._layouts = common, layouts
+        rows = self.rows = runs * clients
+        message = self._shapes(batches)
+        sizes = [prod(shape) for shape in message.values()]
+        self._inbox = torch.zeros(sum(sizes), dtype=torch.int64, device=plan.device)
+        self._message = {
+            name: (part.view(torch.float64) if name == "numbers" else part).view(shape)
+            for (name, shape), part in zip(message.items(), self._inbox.split(sizes), strict=True)
+        }
+        width = len(LOSSES) + len(phase.measures) + 1
+        self._own: Tree = {
+            "step": torch.zeros(1, dtype=torch.int64, device=plan.device),
+            "slot": torch.zeros(1, dtype=torch.int64, device=plan.device),
+            "losses": torch.zeros(steps, rows, dtype=torch.float64, device=plan.device),
+            "log": torch.zeros(log_rows, width, rows, dtype=torch.float64, device=plan.device),
+        }
+        self._stacks = {part: self._layout(part) for part in PARTS}
+        for part, flats in self._start_flats(self._state).items():
+            self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
+        self._pool = Pool(batches, layouts["server"].channels_last)
+        self._programs: dict[str, Program] = {}
+        self._graph_memory = torch.cuda.graph_pool_handle() if plan.device.type == "cuda" else None
+
+    def _shapes(self, batches: Batches) -> dict[str, tuple[int, ...]]:
+        """What a message has."""
+        steps, rows, size = self.steps, self.rows, self.batch_size
+        return {
+            "batch_rows": (steps, rows, size),
+            "batch_keys": (steps, rows),
+            "batch_draws": (steps, rows, *batches.draws_of_one(size)),
+            "numbers": (len(self.numbers), rows),
+            "places": (rows,),
+            "num_examples": (rows,),
+            "last_epoch": (rows,),
+            "runs": (self.runs,),
+        }
+
+    @property
+    def _state(self) -> Tree:
+        return {**self._common, **self._message, **self._own}
+
+    def send(self, parts: Mapping[str, Tensor]) -> None:
+        """Write the message of the next exchange, behind the work that is still under way."""
+        flat = torch.cat([parts[name].view(torch.int64).flatten() for name in self._message])
+        self._inbox.copy_(flat.pin_memory() if self._inbox.is_cuda else flat, non_blocking=True)
+
+    def play(self) -> int:
+        """Start, all local steps, merge; nothing here waits for the device. Returns where the reports will be."""
+        self._play()
+        self.turn += 1
+        return (self.turn - 1) % self.log_rows
+
+    def _play(self) -> None:
+        if self.steps <= MOST_IN_ONE:
+            self._run("round", self._round)
+            return
+        self._run("start", self._start)
+        for _ in range(self.steps):
+            self._run("step", self._step)
+        self._run("merge", self._merge)
+
+    def log(self) -> LogCopy:
+        """What clients reported up to now, on its way to the host."""
+        if self._copied is None or self._copied[0] != self.turn:
+            self._copied = self.turn, LogCopy(self._own["log"])
+        return self._copied[1]
+
+    def remembers(self) -> Tree:
+        """What the merge will remember, with a row a run: found by trying it, since a first merge may begin to."""
+        return unnamed("memory", {key: value for key, (_, value) in self._merge(self._state)[1].items()})
+
+    def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]], fused: bool = True) -> None:
+        if name not in self._programs:
+            started = time.perf_counter()
+            self._programs[name] = Program(function, self._state, fused, self._graph_memory)
+            seconds = time.perf_counter() - started
+            if seconds > _WORTH_A_LINE:
+                print(f"stacked engine: '{self.phase.name}' {name} made ready in {seconds:.1f} s", file=sys.stderr)
+        self._programs[name]()
+
+    def _round(self, state: Tree) -> tuple[Tree, Rows]:
+        """All of it as one program, in which what is only handed on costs nothing."""
+        for function in (self._start, *[self._step] * self.steps):
+            new, rows = function(state)
+            state = {**state, **new, **{key: state[key].index_copy(0, *at) for key, at in rows.items()}}
+        return self._merge(state)
+
+    def _layout(self, part: str) -> RowMatrix:
+        """A stack's layout: what the server sends lies together, then what clients keep, then what starts anew."""
+        # Entries of an odd size come last, so that the others begin at addresses that kernels can read quickly.
+        keys = [key for key, own in parts_of(self.plan, self.phase).items() if own == part]
+        keys.sort(key=lambda key: (self._source(key), self.schema[key][0].size % ALIGNMENT != 0))
+        return RowMatrix({key: self.schema[key][0] for key in keys}, self._layouts["server"].channels_last)
+
+    def _source(self, key: str) -> Source:
+        return source_of(key, self.schema[key][1], self._layouts["server"].shapes)
+
+    def _start_flats(self, state: Tree) -> dict[str, Flats]:
+        """What the clients start from: the server's entries, their own, or fresh ones, as the policies say."""
+        used = {self._source(key) for key in self.schema}
+        rows = {
+            Source.SERVER: self._of_runs("server", state) if Source.SERVER in used else {},
+            Source.OWN: self._of_clients(state) if Source.OWN in used else {},
+            Source.INITIAL: self._of_runs("initial", state) if Source.INITIAL in used else {},
+        }
+
+        def join(keys: list[str]) -> Tensor:
+            parts: list[Tensor] = []
+            for source, found in rows.items():
+                if group := [found[key] for key in keys if self._source(key) is source]:
+                    parts.append(self._for_each_client(torch.cat(group, 1)))
+            if blank := [self.schema[key][0] for key in keys if self._source(key) is Source.ZEROS]:
+                width = sum(entry.size for entry in blank)
+                parts.append(torch.zeros(self.rows, width, dtype=blank[0].dtype, device=self.plan.device))
+            if len(parts) == 1:
+                return parts[0]
+            # Rows that begin at aligned addresses, as `aligned` makes them, for kernels that read them at once.
+            width = sum(part.shape[1] for part in parts)
+            parts.append(parts[0].new_zeros(self.rows, -width % ALIGNMENT))
+            return torch.cat(parts, 1)[:, :width]
+
+        return {part: {name: join(keys) for name, keys in layout.keys.items()} for part, layout in self._stacks.items()}
+
+    def _of_runs(self, prefix: str, state: Tree) -> Tree:
+        """The server's entries, or their initial values, of the runs that take part."""
+        flats = {name: flat.index_select(0, state["runs"]) for name, flat in unnamed(prefix, state).items()}
+        return self._layouts["server"].rows(flats)
+
+    def _of_clients(self, state: Tree) -> Tree:
+        """What the clients that take part keep of their own."""
+        flats = {name: flat.index_select(0, state["places"]) for name, flat in unnamed("local", state).items()}
+        return self._layouts["local"].rows(flats)
+
+    def _for_each_client(self, rows: Tensor) -> Tensor:
+        """Rows of runs as rows of their clients; rows of clients as they are."""
+        if len(rows) == self.rows:
+            return rows
+        return rows.unsqueeze(1).expand(self.runs, self.clients, -1).reshape(self.rows, -1)
+
+    def _start(self, state: Tree) -> tuple[Tree, Rows]:
+        new: Tree = {"step": torch.zeros_like(state["step"])}
+        for part, flats in self._start_flats(state).items():
+            new |= named(part, flats)
+        return new, {}
+
+    def _step(self, state: Tree) -> tuple[Tree, Rows]:
+        at = state["step"]
+        batch = {name: state[name].index_select(0, at)[0] for name in ("batch_rows", "batch_keys", "batch_draws")}
+        new, loss = self._moved(state, batch, state["numbers"], self._anchor(state))
+        return {"step": at + 1, **new}, {"losses": (at, loss.unsqueeze(0))}
+
+    def _anchor(self, state: Tree) -> Flats | None:
+        """The parameters that clients were sent, where a penalty term asks for them."""
+        return self._start_flats(state)["params"] if self.phase.rule.losses else None
+
+    def _moved(self, state: Tree, batch: Tree, numbers: Tensor, anchor: Flats | None) -> tuple[Tree, Tensor]:
+        """The stacks of some clients, as rows of `state`, after a step on their batches, and their losses."""
+        x, y = self._pool.gather(batch["batch_rows"], batch["batch_draws"])
+        params, rest, buffers = (self._stacks[part].unpack(unnamed(part, state)) for part in PARTS)
+        # Layers move their statistics in place, here in copies that tracing takes out again.
+        rest = {key: value.clone() for key, value in rest.items()}
+        begun = params if anchor is None else self._stacks["params"].unpack(anchor)
+        dtype = next(iter(params.values())).dtype
+        own = {name: row.to(dtype) for name, row in zip(self.numbers, numbers, strict=True)}
+        with training_mode(self.plan.prepared.model, self.phase.rule.hold):
+            out = self._mapped_step()(params, rest, buffers, begun, x, y, batch["batch_keys"], own)
+        new: Tree = {}
+        for part, tree in zip(PARTS, (out.params, out.rest, out.buffers), strict=True):
+            if extra := tree.keys() - self._stacks[part].shapes.keys():
+                raise NotAProgram(f"its steps make new state ({', '.join(sorted(extra))})")
+            new |= named(part, self._stacks[part].pack(tree))
+        return new, out.loss.to(torch.float64)
+
+    def _mapped_step(self) -> Step:
+        """The phase's step over the stack, with each client's own numbers."""
+        spec = mapped_spec(self.plan, self.phase, probing=False)
+        optimizer = joined(on_stack(spec.optimizer), self._layouts["server"].channels_last)
+        return torch.vmap(self.phase.step(replace(spec, optimizer=optimizer)))
+
+    def _merge(self, state: Tree) -> tuple[Tree, Rows]:
+        flats = {part: unnamed(part, state) for part in PARTS}
+        end = {key: v for part in PARTS for key, v in self._stacks[part].rows(flats[part]).items()}
+        losses = self._loss_summary(state)
+        scalars = self._measured(state, flats)
+        # In the order they lie in, so that what is merged together need not be moved.
+        shared = {key: value for key, value in end.items() if self.schema[key][1] is Policy.SHARED}
+        each = (losses, scalars, shared)
+        by_run = [{key: value.unflatten(0, (self.runs, self.clients)) for key, value in tree.items()} for tree in each]
+        server = self._of_runs("server", state)
+        memory = {key: state[f"memory:{key}"].index_select(0, state["runs"]) for key in self.memory}
+        sizes = state["num_examples"].to(torch.float64).view(self.runs, self.clients)
+
+        def merge_run(server: Tree, memory: Tree, sizes: Tensor, losses: Tree, scalars: Tree, shared: Tree):
+            return merge_stack(self.phase, server, shared, Reports(sizes, losses, scalars), self.schema, memory)
+
+        with merging(StackCohort()):
+            merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
+        report = torch.stack([*losses.values(), *scalars.values(), self._healthy(flats)])
+        changed = {**named("server", self._layouts["server"].join_rows(merged)), **named("memory", remembered)}
+        rows: Rows = {key: (state["runs"], value) for key, value in changed.items()}
+        rows["log"] = state["slot"], report.unsqueeze(0)
+        return {"slot": (state["slot"] + 1) % self.log_rows}, {**rows, **self._kept_rows(state, end)}
+
+    def _loss_summary(self, state: Tree) -> Tree:
+        losses, last = state["losses"], state["last_epoch"].clamp(max=self.steps)
+        age = torch.arange(self.steps, device=losses.device).unsqueeze(1)
+        late = torch.where(age >= self.steps - last, losses, 0)
+        return dict(zip(LOSSES, (losses.mean(0), late.sum(0) / last, losses[-1]), strict=True))
+
+    def _measured(self, state: Tree, flats: dict[str, Flats]) -> Tree:
+        if not self.phase.measures:
+            return {}
+        begun = self._start_flats(state)
+        end, start = ({k: v for p in PARTS for k, v in self._stacks[p].unpack(f[p]).items()} for f in (flats, begun))
+        facts = self.plan.prepared.facts
+        return {
+            name: torch.vmap(lambda end, start, measure=measure: measure(end, start, facts))(end, start).double()
+            for name, measure in self.phase.measures.items()
+        }
+
+    def _healthy(self, flats: dict[str, Flats]) -> Tensor:
+        """1 for clients all of whose numbers are finite, else 0; a sum is finite if its terms are, and is quicker."""
+        floats = [flat for each in flats.values() for flat in each.values() if flat.is_floating_point()]
+        return torch.stack([flat.sum(1, dtype=torch.float64).isfinite() for flat in floats]).all(0).to(torch.float64)
+
+    def _kept_rows(self, state: Tree, end: Tree) -> Rows:
+        """What clients keep, as rows of the arena; entries that are not theirs in this phase stay."""
+        held = unnamed("local", state)
+        if not held or not self.keep:
+            return {}
+        kept = {key: end[key] for key in keys_with(self.schema, Policy.LOCAL)}
+        flats = self._layouts["local"].join_rows({**self._of_clients(state), **kept})
+        return {f"local:{name}": (state["places"], flat) for name, flat in flats.items()}

@@ -1,0 +1,125 @@
+"""A pure function over tensors that stay where they are: on a GPU one launch, a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map_only
+
+from fednorm.core.state import Tree
+from fednorm.engines.stack.fusion import fuse, trace
+from fednorm.engines.stack.in_place import write_in_place
+
+_COMPILERS = 8
+"""Kernels compiled at a time; most of it is work outside Python."""
+_WARM_UP = 2  # torch's advice before a capture: libraries choose and allocate on their first calls
+
+
+Rows = dict[str, tuple[Tensor, Tensor]]
+"""(index, values) of the rows to write into some large tensors."""
+
+
+class Program:
+    """`function` maps a state to new values of some entries, and to rows of others; a call puts them in their places.
+
+    It must not look at values, and shapes are those of the state it was made with. Fusing what can be one kernel makes
+    it faster, but takes seconds, most of them for tracing. Programs that never run at once may share `memory`, the
+    pool that a CUDA graph keeps what it needs on its way in.
+    """
+
+    def __init__(
+        self, function: Callable[[Tree], tuple[Tree, Rows]], state: Tree, fused: bool = True, memory: Any = None
+    ) -> None:
+        self._state = state
+        self._function: Callable[[Tree], Any] = function
+        self._in_place: Collection[str] = ()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        on_gpu = next(iter(state.values())).is_cuda
+        if fused:
+            self._function = traced = fuse(trace(function, state))
+            self._in_place = write_in_place(traced, state)
+            if on_gpu:
+                compile_kernels(traced)
+        if on_gpu:
+            self._capture(memory)
+
+    def __call__(self) -> None:
+        if self._graph is None:
+            put(self._state, *self._function(self._state))
+        else:
+            self._graph.replay()
+
+    def _capture(self, memory: Any) -> None:
+        # What is written in place is tried on something that lies in memory as the original does.
+        others = {key: TensorSpec.of(self._state[key]).zeros() for key in self._in_place}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                self._function({**self._state, **others})
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=memory):
+            put(self._state, *self._function(self._state))
+
+
+def compile_kernels(traced: GraphModule) -> None:
+    """Let the kernels of a graph be compiled side by side, by calling each operator once on zeros.
+
+    A kernel that cannot be made like this is made, or complains, when the graph runs.
+    """
+    calls = {}
+    for node in traced.graph.nodes:
+        if str(node.target).startswith("fednorm."):
+            given = tree_map_only(Node, _spec_of, (node.args, dict(node.kwargs)))
+            calls[repr((node.target, given))] = node.target, given
+
+    def call(target: Any, given: Any) -> None:
+        with suppress(RuntimeError, TypeError, NotImplementedError):
+            args, kwargs = tree_map_only(TensorSpec, TensorSpec.zeros, given)
+            target(*args, **kwargs)
+
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        for _ in pool.map(lambda each: call(*each), calls.values()):
+            pass
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
+
+    def zeros(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).zero_()
+
+
+def _spec_of(node: Node) -> TensorSpec | None:
+    value = node.meta.get("val")
+    return (
+        TensorSpec.of(value) if isinstance(value, Tensor) else None
+    )  # a call with None fails, and so is left for later
+
+
+@torch.no_grad()
+def put(state: Tree, new: Tree, rows: Rows) -> None:
+    """Write new values over old ones: rows first, since their index may be an old value."""
+    for key, (index, values) in rows.items():
+        state[key].index_copy_(0, index, values)
+    moved = {key: value for key, value in new.items() if value is not state[key]}  # the others are there already
+    if moved:
+        torch._foreach_copy_([state[key] for key in moved], list(moved.values()))  # pyright: ignore[reportPrivateImportUsage]

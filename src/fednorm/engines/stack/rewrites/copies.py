@@ -1,0 +1,116 @@
+"""Dropped: copies, views that change nothing, and what was computed or joined before."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from fednorm.engines.stack.rewrites.nodes import alike
+
+_aten = torch.ops.aten
+
+
+def share_results(graph: Graph) -> None:
+    """What is computed twice from the same is computed once."""
+    seen: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and str(node.target).startswith("aten."):
+            # As text, in which 1, 1.0 and True are not equal.
+            same = seen.setdefault(repr((str(node.target), node.args, node.kwargs)), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
+
+
+def drop_idle_permutation(graph: Graph, node: Node) -> None:
+    """Axes that stay where they are, as mappings over clients leave many behind."""
+    source, axes = node.args
+    if list(axes) == sorted(axes):  # type: ignore[arg-type]
+        node.replace_all_uses_with(source)  # type: ignore[arg-type]
+
+
+def allow_any_strides(graph: Graph, node: Node) -> None:
+    """A view of what was a copy may now be one of its source, whose numbers lie elsewhere."""
+    node.target = _aten.reshape.default
+
+
+def drop_clone(graph: Graph, node: Node) -> None:
+    """Nothing changes in place any more, so a copy is as good as its source; a new layout (with kwargs) stays."""
+    if not node.kwargs:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+
+
+def drop_rejoining(graph: Graph, cat: Node) -> None:
+    """Entries of a split matrix that are joined again as they lay are a part of that matrix."""
+    joined: Any = cat.args[0]
+    last = cat.meta["val"].dim() - 1
+    if cat.args[1:] != (last,):
+        return
+    runs: list[list[tuple[Node, int] | None]] = []
+    for piece in map(_piece, joined):
+        before = runs[-1][-1] if runs else None
+        if piece and before and piece == (before[0], before[1] + 1):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    if len(runs) == len(joined):
+        return
+    parts, first = [], 0
+    for run in runs:
+        begin, end = run[0], run[-1]
+        together = begin and end and begin is not end
+        parts.append(_columns(graph, cat, begin[0], begin[1], end[1]) if together else joined[first])  # type: ignore[index]
+        first += len(run)
+    if len(parts) > 1:
+        cat.args = (parts, last)
+    else:
+        cat.replace_all_uses_with(parts[0])
+
+
+def _columns(graph: Graph, cat: Node, split: Node, first: int, last: int) -> Node:
+    """The columns of a split matrix from one of its pieces to another, in the shape they have when joined."""
+    source, sizes, dim = cast(Any, split.args)
+    start, stop = sum(sizes[:first]), sum(sizes[: last + 1])
+    shape = [*cat.meta["val"].shape[:-1], stop - start]
+    with graph.inserting_before(cat):
+        part = graph.call_function(_aten.slice.Tensor, (source, dim, start, stop))
+        part.meta = {"val": source.meta["val"].narrow(dim, start, stop - start)}
+        if list(part.meta["val"].shape) == shape:
+            return part
+        shaped = graph.call_function(_aten.reshape.default, (part, shape))
+    shaped.meta = {"val": part.meta["val"].reshape(shape)}
+    return shaped
+
+
+def _piece(node: Any) -> tuple[Node, int] | None:
+    """Which piece of a split this is, seen through views that leave the order of its numbers as it was."""
+    turned: Any = None
+    while isinstance(node, Node):
+        if node.target is _aten.reshape.default or node.target is _aten.view.default:
+            if turned is not None:
+                return None
+        elif node.target is _aten.permute.default:
+            axes: Any = node.args[1]
+            turned = axes if turned is None else [axes[place] for place in turned]
+            turned = None if list(turned) == sorted(turned) else turned
+        elif node.target is operator.getitem and turned is None:
+            split, place = cast(Any, node.args)
+            if split.target is not _aten.split_with_sizes.default:
+                return None
+            # Pieces along another axis than the last do not lie side by side.
+            source, _, dim = split.args
+            return (split, place) if dim == source.meta["val"].dim() - 1 else None
+        else:
+            return None
+        node = node.args[0]
+    return None
+
+
+def drop_copy(graph: Graph, node: Node) -> None:
+    """A change in place that became a new tensor is that new tensor."""
+    old, new = node.args[:2]
+    if isinstance(old, Node) and isinstance(new, Node) and alike(old, new):
+        node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]

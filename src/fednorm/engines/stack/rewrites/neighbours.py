@@ -1,0 +1,132 @@
+"""What follows a batch norm, a convolution or a gradient element by element joins its kernel."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fednorm.engines.stack.kernels import ops
+from fednorm.engines.stack.rewrites.nodes import all_after, move_before, only_user, other_summand, output, replace_by
+
+_aten, _own = torch.ops.aten, torch.ops.fednorm
+MOST_PARTS = 1024
+"""Of more tiles a batch norm does not join the moments; it takes its own."""
+_CONVS = {_own.conv.default, _own.conv_moments.default}
+
+
+def take_in_residual_and_relu(graph: Graph, norm: Node) -> None:
+    """relu(norm(x)) and relu(norm(x) + other) become one operator."""
+    y = output(norm, 0)
+    if y is None:
+        return
+    add = only_user(y, _aten.add.Tensor)
+    other = other_summand(add, y) if add else None
+    relu = only_user(add if add and other else y, _aten.relu.default)
+    if relu is None or not all_after(relu, [user for out in norm.users if out is not y for user in out.users]):
+        return
+    norm.kwargs = {**norm.kwargs, "relu": True} | ({"addend": other} if other else {})
+    move_before(relu, norm)
+    relu.replace_all_uses_with(y)
+    for gone in (relu, add) if add and other else (relu,):
+        graph.erase_node(gone)
+
+
+def take_in_bias_and_relu(graph: Graph, conv: Node) -> None:
+    """relu(conv(x) + bias), or conv(x) + bias, becomes one operator."""
+    add = only_user(conv, _aten.add.Tensor)
+    bias = next((each for each in add.args if each is not conv), None) if add and not add.kwargs else None
+    if isinstance(bias, Node) and add:
+        clients, _, channels, *_ = shape = tuple(conv.meta["val"].shape)
+        given = bias.meta["val"]
+        if tuple(given.shape) == (clients, 1, channels, 1, 1) != shape:
+            with graph.inserting_before(add):
+                rows = graph.call_function(_aten.reshape.default, (bias, [clients, channels]))
+            rows.meta = {"val": given.reshape(clients, channels)}
+            conv.kwargs = {**conv.kwargs, "bias": rows}
+            replace_by(graph, add, conv)
+    relu = only_user(conv, _aten.relu.default)
+    if relu:
+        conv.kwargs = {**conv.kwargs, "relu": True}
+        replace_by(graph, relu, conv)
+
+
+def take_in_bias_grad(graph: Graph, behind: Node) -> None:
+    """The gradient behind a convolution's ReLU, and its sum for the bias, are taken in one pass."""
+    dy, y, threshold = behind.args
+    total = next((user for user in behind.users if user.target is _aten.sum.dim_IntList), None)
+    if threshold != 0 or not isinstance(y, Node) or y.target not in _CONVS or not total or total.kwargs:
+        return
+    if list(total.args[1]) != [1, 3, 4] or dy.meta["val"].dtype != y.meta["val"].dtype:  # type: ignore[union-attr, arg-type]
+        return
+    with graph.inserting_before(behind):
+        both = graph.call_function(_own.relu_bias_grad.default, (dy, y))
+        masked, sums = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+        shaped = graph.call_function(_aten.reshape.default, (sums, list(total.meta["val"].shape)))
+    masked.meta, shaped.meta = behind.meta, total.meta
+    behind.replace_all_uses_with(masked)
+    total.replace_all_uses_with(shaped)
+    for gone in (total, behind):
+        graph.erase_node(gone)
+
+
+def take_in_parts(graph: Graph, update: Node) -> None:
+    """Gradients need not be joined before an update, which takes them side by side."""
+    grads: Any = update.args[1]
+    cat = grads[0] if len(grads) == 1 else None
+    if isinstance(cat, Node) and cat.target is _aten.cat.default and cat.args[1:] == (1,) and len(cat.users) == 1:
+        update.args = (update.args[0], list(cat.args[0]), *update.args[2:])  # type: ignore[call-overload]
+
+
+def share_moments(graph: Graph, norm: Node) -> None:
+    """A batch norm that takes its statistics from a convolution's output gets their parts from the convolution."""
+    conv, training = norm.args[0], norm.args[6]
+    if not training or not isinstance(conv, Node) or conv.target is not _own.conv.default:
+        return
+    x, w = (each.meta["val"] for each in conv.args[:2])  # type: ignore[union-attr]
+    y, rows = conv.meta["val"], ops.part_rows(x, w)
+    if y.numel() // (y.shape[0] * y.shape[2]) > MOST_PARTS * rows:
+        return
+    with graph.inserting_before(conv):
+        both = graph.call_function(_own.conv_moments.default, conv.args, conv.kwargs)
+        first, parts = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+    first.meta = conv.meta
+    given = [each.meta["val"] if isinstance(each, Node) else each for each in conv.args]
+    parts.meta = {"val": _own.conv_moments.default(*given)[1]}
+    conv.replace_all_uses_with(first)
+    graph.erase_node(conv)
+    norm.kwargs = {**norm.kwargs, "parts": parts, "part_rows": rows}
+
+
+def take_in_relu_grad(graph: Graph, grad: Node) -> None:
+    """The gradient of a batch norm whose ReLU was taken in starts from the gradient behind that ReLU."""
+    x, behind = grad.args[:2]
+    if not isinstance(behind, Node) or behind.target is not _aten.threshold_backward.default:
+        return
+    outer, y, threshold = behind.args
+    norm = y.args[0] if isinstance(y, Node) and y.target is operator.getitem else None
+    if threshold != 0 or not isinstance(norm, Node) or not norm.kwargs.get("relu") or norm.args[0] is not x:
+        return
+    behind.append(grad)
+    for out in reversed(list(grad.users)):
+        grad.append(out)
+    grad.args = (x, outer, *grad.args[2:])
+    grad.kwargs = {**grad.kwargs, "y": y}
+    if behind.users:
+        grad.kwargs = {**grad.kwargs, "masked": True}
+        with graph.inserting_after(grad):
+            masked = graph.call_function(operator.getitem, (grad, 3))
+        masked.meta = behind.meta
+        behind.replace_all_uses_with(masked)
+    graph.erase_node(behind)
+
+
+def take_in_sum(graph: Graph, grad: Node) -> None:
+    """Where a tensor was used twice its gradients are added: here, while one of them is made."""
+    add = only_user(grad, _aten.add.Tensor)
+    other = other_summand(add, grad) if add else None
+    if add and other:
+        grad.kwargs = {**grad.kwargs, "addend": other}
+        replace_by(graph, add, grad)

@@ -1,0 +1,301 @@
+"""The server's part of an exchange: refuse what cannot be used, merge the rest in client-id order."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fednorm.core.method import Phase
+from fednorm.core.reductions import cohort
+from fednorm.core.state import Entry, Kind, Policy, Tree
+from fednorm.errors import ConfigError
+from fednorm.pieces.merges import ALIKE, Merge
+from fednorm.pieces.weights import Report, Reports, Weigh
+
+Schema = Mapping[str, tuple[Entry, Policy]]
+UP = (Policy.SHARED, Policy.REPORTED)
+"""Policies of entries a client sends."""
+DOWN = (Policy.SHARED, Policy.FROZEN)
+"""Policies of entries a client is sent."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """All that a client sends: its report, the entries to merge, and those the server keeps per client."""
+
+    report: Report
+    shared: Tree
+    reported: Tree = field(default_factory=dict)
+
+    @property
+    def client(self) -> int:
+        return self.report.client
+
+
+def keys_with(schema: Schema, *policies: Policy) -> list[str]:
+    """Keys of the entries that have one of the policies."""
+    return [key for key, (_, policy) in schema.items() if policy in policies]
+
+
+def flaw(update: Update, schema: Schema) -> str | None:
+    """Why an update cannot be used, or None: wrong keys, shapes or types, values that are not finite or impossible."""
+    return flaws([update], schema)[0]
+
+
+class Stacks:
+    """The entries that some clients share, each stacked over them, ascending by client id.
+
+    Small stacks are kept: those who check the updates and those who merge them both ask.
+    """
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self.updates = sorted(updates, key=lambda update: update.client)
+        self._kept: Tree = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self._kept:
+            return self._kept[key]
+        stack = torch.stack([update.shared[key] for update in self.updates])
+        if stack.numel() <= KEPT_SIZE:
+            self._kept[key] = stack
+        return stack
+
+
+KEPT_SIZE = 1 << 20
+"""Numbers of a stack that is kept."""
+
+
+def flaws(updates: Sequence[Update], schema: Schema, stacks: Stacks | None = None) -> list[str | None]:
+    """The `flaw` of each update; one question to the device for all, where all is well."""
+    expected = {key: schema[key][0] for key in keys_with(schema, Policy.SHARED)}
+    found = [_misfit(update, expected) for update in updates]
+    if not any(found) and (not updates or _all_healthy(stacks or Stacks(updates), expected)):
+        return found
+    return [why or _ailment(update.shared, expected) for update, why in zip(updates, found, strict=True)]
+
+
+def _misfit(update: Update, expected: Mapping[str, Entry]) -> str | None:
+    """What is wrong with an update before one looks at its values."""
+    for key in sorted(expected.keys() ^ update.shared.keys()):
+        return f"'{key}' is {'missing' if key in expected else 'not expected'}"
+    for key, tensor in update.shared.items():
+        entry = expected[key]
+        if tensor.shape != entry.shape:
+            return f"'{key}' has shape {tuple(tensor.shape)}, expected {entry.shape}"
+        if tensor.dtype != entry.dtype:
+            return f"'{key}' has type {tensor.dtype}, expected {entry.dtype}"
+    if not isinstance(update.report.num_examples, int) or update.report.num_examples < 1:
+        return f"its number of examples is {update.report.num_examples!r}, expected a whole number above 0"
+    return None
+
+
+def _all_healthy(stacks: Stacks, entries: Mapping[str, Entry]) -> bool:
+    """Whether all values surely can be used, by their sums, and the least of those that cannot be negative.
+
+    A number that is not finite makes a sum so. The sum of good ones may overflow: then each tensor must be asked.
+    """
+    sums = [stacks[key].sum().to(torch.float64) for key, entry in entries.items() if entry.dtype.is_floating_point]
+    least = [stacks[key].amin().to(torch.float64) for key, entry in entries.items() if _must_not_be_negative(entry)]
+    told = torch.stack(sums + least).tolist() if sums or least else []
+    return all(map(math.isfinite, told)) and all(value >= 0 for value in told[len(sums) :])
+
+
+def _ailment(tree: Tree, entries: Mapping[str, Entry]) -> str | None:
+    """The first entry with values that cannot be used, and what they are."""
+    for key, tensor in tree.items():
+        if not bool(torch.isfinite(tensor).all()):
+            return f"'{key}' is not finite"
+        if _must_not_be_negative(entries[key]) and not bool((tensor >= 0).all()):
+            return f"'{key}' is negative"
+    return None
+
+
+def not_finite(tree: Tree) -> str | None:
+    """The first key whose numbers are not all finite, or None."""
+    floats = {key: tensor for key, tensor in tree.items() if tensor.is_floating_point()}
+    if not floats or math.isfinite(torch.cat([tensor.flatten() for tensor in floats.values()]).sum().item()):
+        return None
+    return next((key for key, tensor in floats.items() if not bool(tensor.isfinite().all())), None)
+
+
+def _must_not_be_negative(entry: Entry) -> bool:
+    spreads = entry.kind is Kind.STATISTIC and entry.part in ("running_var", "running_std")
+    return spreads or entry.kind is Kind.COUNTER
+
+
+def merge_updates(
+    phase: Phase,
+    server: Tree,
+    updates: Sequence[Update],
+    schema: Schema,
+    memory: Tree,
+    reports: Sequence[Report] | None = None,
+    stacks: Stacks | None = None,
+) -> tuple[Tree, Tree]:
+    """The server's next state and memory: shared entries merged by their kinds' rules, all others kept.
+
+    Updates are sorted by client id first, so their order of arrival cannot change a bit. `reports` are those of the
+    whole cohort, where the updates are only a part of its (`reductions.Cohort`). `stacks` are those of the updates,
+    where somebody made them before.
+    """
+    reports = [update.report for update in updates] if reports is None else reports
+    if not reports:
+        raise ConfigError("there are no updates to merge; at least one client must take part")
+    keys = keys_with(schema, Policy.SHARED)
+    device = (updates[0].shared if updates else server)[keys[0]].device if keys else torch.device("cpu")
+    stacks = stacks or Stacks(updates)
+
+    def stacked(key: str) -> Tensor:
+        return stacks[key] if updates else server[key].new_empty(0, *server[key].shape)
+
+    vectors = Reports.of(sorted(reports, key=lambda report: report.client), device)
+    merged, remembered = merge_stack(phase, server, _Lazy(keys, stacked), vectors, schema, memory)
+    return _apart(merged, server), _apart(remembered, memory)
+
+
+def merge_stack(
+    phase: Phase, server: Tree, shared: Mapping[str, Tensor], reports: Reports, schema: Schema, memory: Tree
+) -> tuple[Tree, Tree]:
+    """`merge_updates` of a stack: `shared` has a leading client axis, ascending by client id, and so have the reports.
+
+    No value is asked from the device, and all of it maps over runs (`torch.vmap`). New tensors are views into longer
+    ones: what one rule merges together lies together.
+    """
+    merged, remembered = dict(server), dict(memory)
+    kinds: dict[Kind, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+    for key in shared:
+        entry = schema[key][0]
+        kinds[entry.kind][entry.layer].append(entry)
+    held, whole = _by_place(memory), cohort()
+    common: dict[Weigh, Tensor] = {}  # weights that do not look at what was sent are the same for all kinds
+    alike: dict[tuple[Merge, Weigh, torch.dtype], list[Entry]] = defaultdict(list)
+    for kind, layers in kinds.items():
+        rule, weigh = phase.merge[kind], phase.weigh[kind]
+        sent = _Lazy(layers, lambda layer, of=layers: {e.part: whole.gathered(shared[e.key]) for e in of[layer]})
+        weights = common[weigh] if weigh in common else whole.own(weigh(reports, sent))
+        if not sent.asked:
+            common[weigh] = weights
+            if rule in ALIKE:
+                for entry in (entry for entries in layers.values() for entry in entries):
+                    alike[rule, weigh, entry.dtype].append(entry)
+                continue
+        places = {layer: f"{phase.name}|{layer}|{kind}" for layer in layers}
+        for group in _alike(layers, {layer: held[place] for layer, place in places.items()}):
+            parts = _parts([layers[layer] for layer in group])
+            mine = [held[places[layer]] for layer in group]
+            old = {part: _joined([server[entry.key] for entry in entries], 0) for part, entries in parts.items()}
+            stack = {part: _joined([shared[entry.key] for entry in entries], 1) for part, entries in parts.items()}
+            known = {
+                name: _joined([each[name] for each in mine], 0) if _part_of(name) in parts else value
+                for name, value in mine[0].items()
+            }
+            new, left = rule(old, stack, weights, known)
+            for part, entries in parts.items():
+                pieces = new[part].split_with_sizes([entry.size for entry in entries])
+                merged |= {e.key: piece.reshape(e.shape) for e, piece in zip(entries, pieces, strict=True)}
+            for name, value in left.items():
+                entries = parts.get(_part_of(name))
+                pieces = value.split([entry.size for entry in entries]) if entries else [value] * len(group)
+                for layer, piece in zip(group, pieces, strict=True):
+                    remembered[f"{places[layer]}|{name}"] = piece
+    order = {key: place for place, key in enumerate(shared)}
+    for (rule, weigh, dtype), entries in alike.items():
+        for some in _no_more_than_fit(sorted(entries, key=lambda entry: order[entry.key])):
+            new = ALIKE[rule](_joined([shared[entry.key] for entry in some], 1), common[weigh]).to(dtype)
+            pieces = new.split_with_sizes([entry.size for entry in some])
+            merged |= {e.key: piece.reshape(e.shape) for e, piece in zip(some, pieces, strict=True)}
+    return merged, remembered
+
+
+GROUP_SIZE = 1 << 20
+"""Elements of one client that are stacked at a time, unless one layer alone has more: a bound on memory."""
+
+
+def _alike(layers: Mapping[str, list[Entry]], memory: Mapping[str, Tree]) -> list[list[str]]:
+    """Layers that one call of a rule can merge: same parts, types and names of memory, and no more than fit."""
+    groups: list[list[str]] = []
+    room: dict[Hashable, tuple[list[str], int]] = {}
+    for layer, entries in layers.items():
+        look = (tuple((entry.part, entry.dtype) for entry in entries), tuple(sorted(memory[layer])))
+        size = sum(entry.size for entry in entries)
+        group, used = room.get(look, ([], GROUP_SIZE))
+        if used + size > GROUP_SIZE:
+            group, used = [], 0
+            groups.append(group)
+        group.append(layer)
+        room[look] = group, used + size
+    return groups
+
+
+def _no_more_than_fit(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Entries in order, as many at a time as may be stacked."""
+    some: list[Entry] = []
+    used = 0
+    for entry in entries:
+        if some and used + entry.size > GROUP_SIZE:
+            yield some
+            some, used = [], 0
+        some.append(entry)
+        used += entry.size
+    if some:
+        yield some
+
+
+def _parts(layers: Sequence[list[Entry]]) -> dict[str, list[Entry]]:
+    """The entries of layers alike by part, in the order of the layers."""
+    return {entry.part: [layer[place] for layer in layers] for place, entry in enumerate(layers[0])}
+
+
+def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    """Tensors flattened from an axis on and laid end to end along it."""
+    flat = [tensor.flatten(axis) if tensor.dim() > axis else tensor.unsqueeze(-1) for tensor in tensors]
+    return torch.cat(flat, axis) if len(flat) > 1 else flat[0]
+
+
+def _part_of(name: str) -> str:
+    """The part whose elements a piece of memory goes with, as its name tells (`Merge`)."""
+    return name.partition(".")[0]
+
+
+def _by_place(memory: Tree) -> Mapping[str, Tree]:
+    """What rules remember, by phase, layer and kind, then by the rule's own name for it."""
+    held: dict[str, Tree] = defaultdict(dict)
+    for key, value in memory.items():
+        place, _, name = key.rpartition("|")
+        held[place][name] = value
+    return held
+
+
+def _apart(tree: Tree, before: Tree) -> Tree:
+    """The tree with its new tensors in storage of their own: a view's odd address would change how products round."""
+    return {key: value if before.get(key) is value else value.clone() for key, value in tree.items()}
+
+
+T = TypeVar("T")
+
+
+class _Lazy(Mapping[str, T]):
+    """A mapping that makes its values when they are asked for, so that no more than those are held."""
+
+    def __init__(self, keys: Iterable[str], make: Callable[[str], T]) -> None:
+        self._keys = list(keys)
+        self._make = make
+        self.asked = False
+
+    def __getitem__(self, key: str) -> T:
+        self.asked = True
+        return self._make(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.asked = True
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        self.asked = True
+        return len(self._keys)

@@ -1,0 +1,122 @@
+"""A method meets a model: surgery is done, entries are listed, and a part with nothing to act on is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from fednorm.core.method import Facts, Method, Phase
+from fednorm.core.optim import Optimizer
+from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
+from fednorm.errors import ConfigError
+from fednorm.layers.keyed import key_names
+from fednorm.pieces.surgery import key_dropout
+
+_SURGERY_DONE = "_fednorm_surgery_done"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model after a method's surgery, with all that engines and adapters need to know about its state."""
+
+    method: Method
+    model: nn.Module
+    facts: Facts
+    keyed: tuple[str, ...]
+    initial: Tree
+    notes: tuple[str, ...]
+
+    @property
+    def entries(self) -> Iterable[Entry]:
+        return self.facts.entries.values()
+
+    def trained(self, phase: Phase) -> list[Entry]:
+        """The entries that get gradients in a phase."""
+        held = Kind.AFFINE in phase.rule.hold
+        return [e for e in self.entries if e.trainable and not (held and e.kind is Kind.AFFINE and e.batch_norm)]
+
+    @property
+    def vectors(self) -> frozenset[str]:
+        """Keys of the trained tensors with fewer than two axes: gamma, beta, biases, scalars."""
+        return frozenset(entry.key for entry in self.entries if entry.trainable and len(entry.shape) < 2)
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether a tensor of the model has several names, of which a state has one; not cheap to find out."""
+        names = (self.model.named_parameters, self.model.named_buffers)
+        return any(len(list(each())) < len(list(each(remove_duplicate=False))) for each in names)
+
+    def schema(self, phase: Phase, optimizer: Optimizer | None = None) -> dict[str, tuple[Entry, Policy]]:
+        """Entry and policy by key, optimizer buffers included."""
+        listing = [*self.entries, *(optimizer.entries(self.trained(phase)) if optimizer else ())]
+        return {entry.key: (entry, phase.policy_of(entry)) for entry in listing}
+
+
+def prepare(model: nn.Module, method: Method, *, allow_noop: bool = False, name: str = "the model") -> Prepared:
+    """Apply a method's surgery to a copy of the model and list the result."""
+    model = copy.deepcopy(model)
+    notes: list[str] = []
+    for part, surgery in method.surgery:
+        model, report = surgery(model)
+        notes += report.notes
+        if report.changed == 0 and not allow_noop:
+            raise ConfigError(_noop(method, part, name, f"{report.target} to work on"))
+    model, report = key_dropout(model)
+    notes += report.notes
+    facts = facts_of(model)
+    listing = list(facts.entries.values())
+    if not any(entry.trainable for entry in listing):
+        raise ConfigError(f"{name} has no trainable parameters; nothing can be learned")
+    if not allow_noop:
+        refuse_noop(method, facts, name)
+    model.__dict__[_SURGERY_DONE] = tuple(part for part, _ in method.surgery)
+    return Prepared(method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes))
+
+
+def surgery_done(model: nn.Module) -> tuple[str, ...] | None:
+    """The parts whose surgery `prepare` did on this model, or on the one it was copied from; None if it did none."""
+    return model.__dict__.get(_SURGERY_DONE)
+
+
+def facts_of(model: nn.Module) -> Facts:
+    """What pieces may know about a model whose surgery is done."""
+    listing = entries(model)
+    return Facts({entry.key: entry for entry in listing}, _head(model, listing))
+
+
+def refuse_noop(method: Method, facts: Facts, name: str) -> None:
+    """Refuse a method with a part that has nothing to act on."""
+    kinds = {entry.kind for entry in facts.entries.values() if entry.batch_norm}
+    for part in method.parts:
+        if part.acts_on and not part.acts_on & kinds:
+            raise ConfigError(_noop(method, part.label, name, "BatchNorm layer to act on"))
+
+
+def _noop(method: Method, label: str, name: str, target: str) -> str:
+    rest = "+".join(part.label for part in method.parts if part.label != label) or "fedavg"
+    return (
+        f"'{label}' finds no {target} in {name} and would equal '{rest}'; "
+        f"use '{rest}', another model, or --allow-noop to run it all the same"
+    )
+
+
+def _head(model: nn.Module, listing: Iterable[Entry]) -> frozenset[str]:
+    """Keys of the last linear layer, or of the last convolution where there is none (segmentation heads)."""
+    for types in ((nn.Linear,), (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        layers = [layer for layer, module in model.named_modules() if isinstance(module, types)]
+        if layers:
+            return frozenset(entry.key for entry in listing if entry.layer == layers[-1])
+    return frozenset()
+
+
+def lr_factors(prepared: Prepared, phase: Phase) -> Mapping[str, float]:
+    """Factors on the learning rate by key; two rules that name the same key multiply."""
+    factors: dict[str, float] = {}
+    for scale in phase.rule.lr_factors:
+        for key, factor in scale(prepared.model).items():
+            factors[key] = factors.get(key, 1.0) * factor
+    return factors

@@ -1,0 +1,1 @@
+"""Runs of a federation in one place: config, plan, rounds, store, folders, results."""

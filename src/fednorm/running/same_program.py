@@ -1,0 +1,212 @@
+"""Which runs are the same program, and their seats in one stack.
+
+Runs of one program differ in numbers alone: seeds, learning rates, penalties, the round of a switch. Everything that a
+step, a merge or a model is made of must be the same, whatever the methods are called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fednorm.core.method import Method, Phase
+from fednorm.core.registry import parse
+from fednorm.data.federation import Federation
+from fednorm.engines.stack import slot as slot
+from fednorm.engines.stack.device_stack import MOST_LOCAL_BYTES, DeviceStack
+from fednorm.engines.stack.slot import StackSlot, can_stay, local_bytes, reads_channels_last
+from fednorm.halves.prepared import Prepared
+from fednorm.running.config import EvalConfig, RunConfig
+from fednorm.running.plan import Plan, find_device
+
+Allocate = Callable[[Plan], StackSlot | None]
+
+
+def same_program(a: Plan, b: Plan) -> bool:
+    """Whether one program can play both runs, their numbers being data to it."""
+    return (
+        same_settings(a.config, b.config)
+        and same_phases(a.method, b.method)
+        and same(a.optimizer, b.optimizer)
+        and same(a.task, b.task)
+        and a.device == b.device
+        and a.cohort_size == b.cohort_size
+        and _same_examples(a.federation, b.federation)
+        and _same_model(a.prepared, b.prepared)
+    )
+
+
+def shares_stack(a: RunConfig, b: RunConfig) -> bool:
+    """Whether two runs will likely share a stack, as far as configs tell: only then are their plans made together."""
+    stays = a.engine.name in ("auto", "stacked") and find_device(a.engine.device).type in slot.DEVICES
+    return stays and a.engine.quorum is None and same_settings(a, b) and same_phases(parse(a.method), parse(b.method))
+
+
+def same_settings(a: RunConfig, b: RunConfig) -> bool:
+    """Whether two configs differ only in what a program is sent with each exchange, or never sees.
+
+    Sent: the seed's batches and weights, the learning rate and its schedule, momentum, weight decay, the round. Never
+    seen: the number of rounds, what is scored and when, checkpoints. Whether there is momentum at all is up to the
+    optimizer, and a model that knows the number of rounds (BatchRenorm) is another model.
+    """
+    return _settings(a) == _settings(b)
+
+
+def _settings(config: RunConfig) -> RunConfig:
+    train = replace(config.train, lr=0.0, momentum=0.0, weight_decay=0.0, schedule="constant")
+    engine = replace(config.engine, checkpoint_every=None)
+    free = {"method": "", "seed": 0, "rounds": 1, "init": None, "eval": EvalConfig()}
+    return replace(config, train=train, engine=engine, **free)
+
+
+def same_phases(a: Method, b: Method) -> bool:
+    """Whether two methods have the same exchanges up to the numbers of their rules; when they switch is their own.
+
+    >>> same_phases(parse("fixbn(at=0.3)+fedprox(mu=0.1)"), parse("fixbn(at=0.6)+fedprox(mu=1)"))
+    True
+    >>> same_phases(parse("fedadam(lr=0.1)"), parse("fedadam(lr=0.2)"))
+    False
+    """
+    return a.data == b.data and same(_exchanges(a), _exchanges(b))
+
+
+def _exchanges(method: Method) -> list[tuple[Phase, ...]]:
+    """The phases of every stage, of the finish and of the query, without their numbers."""
+
+    def without_numbers(phase: Phase) -> Phase:
+        return replace(phase, rule=replace(phase.rule, numbers=dict.fromkeys(phase.rule.numbers, 0.0)))
+
+    query = (method.query,) if method.query else ()
+    return [tuple(map(without_numbers, phases)) for phases in (*method.stages, method.finish, query)]
+
+
+def same(a: Any, b: Any, assumed: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Whether two values are equal, where functions of one code over the same values are equal too.
+
+    Parsing an expression twice makes such functions. A function that refers to itself is met again under the
+    assumption that it is the same. What cannot be looked into is the same only if it is one object or says so itself.
+
+    >>> def adder(n):
+    ...     return lambda x: x + n
+    >>> same(adder(1), adder(1)), same(adder(1), adder(2))
+    (True, False)
+    """
+    if a is b or (id(a), id(b)) in assumed:
+        return True
+    if type(a) is not type(b):
+        return False
+    assumed = assumed | {(id(a), id(b))}
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+    if isinstance(a, FunctionType):
+        return a.__code__ is b.__code__ and same(_captured(a), _captured(b), assumed)
+    if isinstance(a, MethodType):
+        return a.__func__ is b.__func__ and same(a.__self__, b.__self__, assumed)
+    if isinstance(a, partial):
+        return same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords], assumed)
+    if is_dataclass(a):
+        return all(same(getattr(a, field.name), getattr(b, field.name), assumed) for field in fields(a))
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and same(list(a.values()), list(b.values()), assumed)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(*pair, assumed) for pair in zip(a, b, strict=True))
+    return (a == b) is True
+
+
+def _captured(function: FunctionType) -> list[Any]:
+    """The values a function holds beside its code."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [function.__defaults__, function.__kwdefaults__, cells]
+
+
+def _same_examples(a: Federation, b: Federation) -> bool:
+    """Whether batches of both can be gathered from one pool."""
+
+    def look(data: Federation) -> list[Any]:
+        shapes = [(tensor.shape[1:], tensor.dtype) for tensor in (data.x, data.y)]
+        return [
+            data.name,
+            data.task,
+            data.num_classes,
+            data.ignore_index,
+            data.mean,
+            data.std,
+            len(data.clients),
+            shapes,
+        ]
+
+    return look(a) == look(b)
+
+
+def _same_model(a: Prepared, b: Prepared) -> bool:
+    """Whether two models are the same function of their state: the same modules with the same settings."""
+    modules, others = (list(prepared.model.named_modules(remove_duplicate=False)) for prepared in (a, b))
+    return (
+        same(a.facts, b.facts)
+        and a.keyed == b.keyed
+        and [(name, type(module)) for name, module in modules] == [(name, type(module)) for name, module in others]
+        and all(
+            same(_module_settings(one), _module_settings(other))
+            for (_, one), (_, other) in zip(modules, others, strict=True)
+        )
+        and same(_constants(a), _constants(b))
+    )
+
+
+_STATE = {"_parameters", "_buffers", "_modules"}
+
+
+def _module_settings(module: nn.Module) -> dict[str, Any]:
+    """All that a module knows beside its state and its children; hooks without the numbers they were given.
+
+    Our own notes on a model name the parts that changed it, with options that may be numbers of a rule.
+    """
+    return {
+        name: list(value.values()) if isinstance(value, OrderedDict) else value
+        for name, value in vars(module).items()
+        if name not in _STATE and not name.startswith("_fednorm")
+    }
+
+
+def _constants(prepared: Prepared) -> dict[str, Tensor]:
+    """Tensors of a model that are not part of its state: a program takes them from the first run's model."""
+    aside = prepared.facts.entries.keys() | set(prepared.keyed)
+    return {name: tensor for name, tensor in prepared.model.named_buffers() if name not in aside}
+
+
+def allocate_slots(plans: Sequence[Plan]) -> Allocate:
+    """Seats for some runs: those that are the same program share a stack, which is made when the first sits down.
+
+    Not earlier, since an engine may still change the layout of a plan's model when it is made.
+    """
+    groups: list[list[Plan]] = []
+    for plan in plans:
+        if can_stay(plan):
+            for group in groups:
+                if same_program(group[0], plan) and local_bytes(plan) * (len(group) + 1) <= MOST_LOCAL_BYTES:
+                    group.append(plan)
+                    break
+            else:
+                groups.append([plan])
+    places = {id(plan): (group, run) for group in groups for run, plan in enumerate(group)}
+    device_stacks: dict[int, DeviceStack] = {}
+
+    def allocate(plan: Plan) -> StackSlot | None:
+        if id(plan) not in places:
+            return None
+        group, run = places[id(plan)]
+        if id(group) not in device_stacks:
+            device_stacks[id(group)] = DeviceStack(group, reads_channels_last(plan))
+            if len(group) > 1:
+                print(f"stacked engine: {len(group)} runs are the same program and share one stack", file=sys.stderr)
+        return StackSlot(device_stacks[id(group)], run)
+
+    return allocate

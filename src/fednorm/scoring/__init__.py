@@ -1,0 +1,1 @@
+"""What a model is worth: tasks, scores, statistics of newcomers, probes."""

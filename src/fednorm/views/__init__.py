@@ -1,0 +1,1 @@
+"""What people look at: descriptions, previews, pictures, the demo, exports."""

@@ -1,0 +1,103 @@
+"""A plain model file out of a run: the global model, or one client's with what it kept for itself."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import safetensors.torch
+
+from fednorm import __version__
+from fednorm.core.state import Tree, is_norm, model_state
+from fednorm.errors import CheckpointError, ConfigError
+from fednorm.pieces.fold import fold_with_report
+from fednorm.running.api import Objects, read_config
+from fednorm.running.folder import RunFolder, disk_errors
+from fednorm.running.plan import Plan, make_plan
+from fednorm.running.store import Store
+from fednorm.scoring.averages import averaged_local
+from fednorm.scoring.evaluate import client_model, global_model
+
+
+def export(
+    folder: str | Path,
+    path: str | Path | None = None,
+    *,
+    client: int | None = None,
+    fold: bool = False,
+    given: Objects | None = None,
+) -> Path:
+    """Write a run's model as safetensors and return where: all entries of the model's state dict, nothing else.
+
+    Without a client it is the global model; entries that stayed local are then their clients' mean. `fold` writes the
+    same function with fewer layers, for inference (see `folded`). `given` holds the model and data of a run that was
+    started from Python with its own.
+    """
+    place = RunFolder(Path(folder))
+    config, comparison = read_config(place)
+    if comparison:
+        raise ConfigError(f"'{folder}' is a comparison; export one of the runs in it")
+    if not place.state.exists():
+        raise CheckpointError(f"'{folder}' has no state yet; start it with `fednorm resume {folder}`")
+    given = given or Objects()
+    plan = make_plan(config, model=given.model, federation=given.federation, method=given.method)
+    store = Store(place.state)
+    try:
+        state = model_of(plan, store, client)
+        rounds = store.facts().get("round", 0)
+    finally:
+        store.close()
+    state, about_fold = folded(plan, state) if fold else (state, {"folded": "false"})
+    name = ("global" if client is None else f"client-{client}") + "-folded" * fold
+    target = Path(path) if path else place.path / f"{name}.safetensors"
+    metadata = {
+        "format": "pt",
+        "model": config.model,
+        "num_classes": str(plan.federation.num_classes),
+        "in_channels": str(plan.federation.in_channels),
+        "method": plan.method.name,
+        "client": "global" if client is None else str(client),
+        "seed": str(config.seed),
+        "rounds": str(rounds),
+        "fednorm": __version__,
+        **about_fold,
+    }
+    draft = target.with_name(target.name + ".part")
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(state, draft, metadata=metadata)
+        draft.replace(target)
+    return target
+
+
+def folded(plan: Plan, state: Tree) -> tuple[Tree, dict[str, str]]:
+    """The state of the model with BatchNorm and standardised weights folded into plain layers, and what became of it.
+
+    It fits the network that `fednorm.pieces.fold.fold` makes of the run's model: layers that took in a norm have a
+    bias, and the norm is gone.
+    """
+    model = copy.deepcopy(plan.prepared.model).cpu()
+    model.load_state_dict(state, strict=False)  # a tensor that two layers share is in the state once
+    network, report = fold_with_report(model)
+    if not report.changed:
+        why = report.notes[0] if report.notes else "it has no BatchNorm and no standardised convolution"
+        raise ConfigError(f"'{plan.config.model}' with '{plan.method.name}' cannot be folded: {why}; leave out --fold")
+    left = [name for name, module in network.named_modules() if is_norm(module)]
+    tree = {key: value.contiguous() for key, value in model_state(network).items()}
+    return tree, {"folded": "true", "fold": "; ".join(report.notes), "norms_left": ", ".join(left) or "none"}
+
+
+def model_of(plan: Plan, store: Store, client: int | None) -> Tree:
+    """The state of the global model, or of one client's, as the last round left it."""
+    number = len(plan.federation.clients)
+    if client is not None and not 0 <= client < number:
+        raise ConfigError(f"client {client} does not exist; the run has clients 0 to {number - 1}")
+    if not store.facts():
+        raise CheckpointError(f"'{store.path}' holds no round; the run never started")
+    phase = plan.method.tested(-1)
+    server = store.tree("model")
+    if client is None or plan.method.data == "union":
+        state = global_model(plan, phase, server, store)
+    else:
+        state = client_model(plan, phase, server, store, client, averaged_local(plan, phase, store))
+    return {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}

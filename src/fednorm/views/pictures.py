@@ -1,0 +1,65 @@
+"""Pictures of results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fednorm.errors import require
+from fednorm.running.results import PROTOCOLS, Result
+
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GLOBAL = "global model"
+TITLES = {
+    "pooled": "Pooled test",
+    "own_client": "Own-client test",
+    "domains": "Mean over domains",
+    "unseen": "Unseen clients",
+}
+
+
+def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[str, ...] = PROTOCOLS) -> Path:
+    """Draw the score of every method by round, one panel a protocol: the mean over seeds, and their range as a band."""
+    require("matplotlib", "report", "a picture of the curves")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [name for name in protocols if all(name in run["curves"] for run in result.runs)]
+    figure = Figure(figsize=(4.6 * len(shown), 4.1), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for axis, protocol in zip(axes, shown, strict=True):
+        for number, method in enumerate(result.methods):
+            runs = result.of(method)
+            rounds = runs[0]["curves"]["round"]
+            by_round = list(zip(*(run["curves"][protocol] for run in runs), strict=True))
+            colour = COLOURS[number % len(COLOURS)]
+            means = [sum(scores) / len(scores) for scores in by_round]
+            # Past the last colour the same ones come back dotted.
+            style = "--" if _is_joined(runs[0], protocol) else "-" if number < len(COLOURS) else ":"
+            axis.plot(rounds, means, style, color=colour, label=method, linewidth=1.8)
+            axis.fill_between(
+                rounds, [min(s) for s in by_round], [max(s) for s in by_round], color=colour, alpha=0.15, linewidth=0
+            )
+        joined = any(_is_joined(run, protocol) for run in result.runs)
+        axis.set_title(TITLES[protocol] + (" (dashed: not one global model)" if joined else ""), fontsize=11)
+        axis.set_xlabel("round")
+        axis.set_ylim(0, 100)
+        axis.margins(x=0.01)
+        axis.grid(axis="y", color="0.9", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel(f"{result.metric} (%)")
+    handles, labels = axes[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+    if title:
+        figure.suptitle(title, fontsize=12)
+    path = Path(path)
+    figure.savefig(path)
+    return path
+
+
+def _is_joined(run: dict[str, Any], protocol: str) -> bool:
+    """Whether a pooled score joins what clients keep for themselves: their averaged state, or all their models."""
+    return protocol == "pooled" and run["final"]["pooled"]["how"] != GLOBAL

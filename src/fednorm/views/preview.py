@@ -1,0 +1,84 @@
+"""What a run would send and how long it would take, from the real payload and a few real steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from fednorm.data.batches import UNION
+from fednorm.data.summary import summary
+from fednorm.engines.base import Job, start_state
+from fednorm.engines.choose import close_engine, make_engine
+from fednorm.running.config import to_dict
+from fednorm.running.plan import Plan
+from fednorm.running.threads import threads_of
+from fednorm.scoring.evaluate import score_rows
+from fednorm.views.describe import exchanges
+
+TIMED_STEPS, TIMED_CLIENTS = 3, 10
+
+
+def preview(plan: Plan) -> dict[str, Any]:
+    """Config, bytes a client sends and receives in a round of each stage, the clients' data, and the time it takes."""
+    federation = plan.federation
+    return {
+        "config": to_dict(plan.config),
+        "notes": list(plan.prepared.notes),
+        "bytes_per_client": exchanges(plan.prepared, plan.optimizer),
+        "clients_per_round": plan.cohort_size if plan.method.data == "each" else 1,
+        "clients": summary(
+            [rows.numpy() for rows in federation.clients], federation.y.cpu().numpy(), federation.num_classes
+        ),
+        "estimate": estimate(plan),
+    }
+
+
+def estimate(plan: Plan) -> dict[str, float]:
+    """Seconds of a step and of scoring one example, measured, and of the whole run, multiplied out."""
+    with threads_of(plan):
+        step, example = _seconds_of_step(plan), _seconds_of_example(plan)
+    config, federation = plan.config, plan.federation
+    union = plan.method.data == "union"
+    everyone = (UNION,) if union else federation.training_clients
+    share = 1.0 if union else plan.cohort_size / len(everyone)
+    steps = max(
+        share * sum(plan.num_steps(client, phase) for client in everyone for phase in stage)
+        for stage in plan.method.stages
+    )
+    scored = len(federation.test_y) + sum(map(len, federation.own_test))
+    evaluations = math.ceil(config.rounds / config.eval_every)
+    seconds = config.rounds * steps * step + evaluations * scored * example
+    return {"seconds": seconds, "seconds_per_step": step, "steps_per_round": steps, "evaluations": evaluations}
+
+
+def _seconds_of_step(plan: Plan) -> float:
+    """Seconds of one step of one client, in the company of a few: an engine may train many at once."""
+    engine = make_engine(plan)[1]
+    phase = plan.method.stages[0][0]
+    everyone = (UNION,) if plan.method.data == "union" else plan.federation.training_clients
+    clients = everyone[: min(plan.cohort_size, TIMED_CLIENTS)]
+    start = start_state(plan, plan.schema(phase), plan.initial(), {})
+
+    def train(num_steps: int) -> float:
+        jobs = [Job(client, dict(start), 0, num_steps) for client in clients]
+        started = time.perf_counter()
+        list(engine.train(phase, 1, jobs, False))
+        return time.perf_counter() - started
+
+    try:
+        train(1)  # the first step also pays for what torch sets up once
+        return train(TIMED_STEPS) / (TIMED_STEPS * len(clients))
+    finally:
+        close_engine(engine)
+
+
+def _seconds_of_example(plan: Plan) -> float:
+    federation = plan.federation
+    rows = torch.arange(min(len(federation.test_y), plan.config.eval.chunk))
+    started = time.perf_counter()
+    sums = score_rows(plan, plan.initial(), (federation.test_x, federation.test_y), rows)
+    float(sums["loss"])  # waits for the device
+    return (time.perf_counter() - started) / len(rows)

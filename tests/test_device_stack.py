@@ -1,0 +1,171 @@
+"""Rounds that stay on the device, here played on the CPU: the same numbers as the reference, for every method."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny
+from fednorm.core.registry import known_methods
+from fednorm.core.state import Tree
+from fednorm.engines.stack.kernels.layers import use_kernels
+from fednorm.engines.stack.program import Program, Rows
+from fednorm.engines.stack.ragged import RaggedProgram
+from fednorm.errors import ConfigError
+from fednorm.running.run import Run
+from fednorm.running.store import Store
+from test_stacked import PAIRS, assert_same_clients, gap
+
+
+@pytest.fixture(autouse=True)
+def stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})
+
+
+def on_device(method: str, **changes: object) -> Run:
+    run = Run(tiny.plan(method, engine__name="stacked", **changes), Store())
+    assert run.slot is not None
+    assert list(run.rounds())
+    return run
+
+
+@pytest.mark.parametrize("method", [*known_methods(), *PAIRS])
+def test_rounds_on_the_device_equal_the_reference_after_fifty_steps(method: str) -> None:
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 10, "train__local_steps": 5, "train__lr": 0.02}
+    reference = tiny.play(tiny.plan(method, engine__name="sequential", eval__every=10, **changes))
+    stayed = on_device(method, eval__every=10, **changes)
+    assert gap(reference, stayed) < 1e-10
+    assert_same_clients(reference, stayed)
+
+
+EPOCHS = {"train__local_steps": None, "train__local_epochs": 2}
+
+
+def ragged_exchanges(run: Run) -> list[RaggedProgram]:
+    assert run.slot is not None
+    return [each for each in run.slot.device_stack._exchanges.values() if isinstance(each, RaggedProgram)]
+
+
+@pytest.mark.parametrize("method", [*known_methods(), *PAIRS])
+def test_clients_with_unequal_work_equal_the_reference_too(method: str) -> None:
+    """Unequal numbers of steps, and batches that end an epoch with 2 or 3 examples."""
+    data = tiny.federation((7, 14, 11, 3))
+    changes = {"data": data, "rounds": 5, "train__lr": 0.02, "eval__every": 5, **EPOCHS}
+    plan = tiny.plan(method, engine__name="sequential", **changes)
+    if any(phase.lockstep for phase in plan.phases):
+        with pytest.raises(ConfigError, match="in lock-step and needs equal batches"):
+            tiny.play(plan)
+        return
+    reference = tiny.play(plan)
+    stayed = on_device(method, **changes)
+    assert gap(reference, stayed) < 1e-10
+    assert_same_clients(reference, stayed)
+    assert [row["train_loss"] for row in stayed.store.rows()] == pytest.approx(
+        [row["train_loss"] for row in reference.store.rows()], rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("changes", [EPOCHS, {"train__local_steps": 3}], ids=["epochs", "steps"])
+def test_unequal_work_stays_on_the_device_as_few_programs(changes: dict) -> None:
+    """One step on full batches, and one for each group of smaller ones that comes often; with augmentation."""
+    wanted = {"data": tiny.federation((7, 14, 11, 3)), "rounds": 12, "train__augment": "crop(1)+flip", **changes}
+    reference = tiny.play(tiny.plan("fedprox", engine__name="sequential", **wanted))
+    plan = tiny.plan("fedprox", engine__name="stacked", **wanted)
+    assert use_kernels(plan.prepared.model)
+    stayed = Run(plan, Store())
+    list(stayed.rounds())
+    assert gap(reference, stayed) < 1e-10
+    assert stayed.slot is not None
+    assert not stayed.slot.device_stack.refused
+    (exchange,) = ragged_exchanges(stayed)
+    (full,) = (name for name in exchange._programs if name.endswith("batches of 4"))
+    smaller = {"step of 1 on batches of 2", "step of 1 on batches of 3", "step of 2 on batches of 3"}
+    assert exchange._programs.keys() == {"start", full, *smaller, "merge"}
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["one program a round", "three programs a round"])
+@pytest.mark.parametrize("method", ["fedavg", "fixbn", "fedbn", "fedprox", "local-momentum", "fedadam"])
+def test_stack_operators_and_their_fusion_change_nothing(method: str, steps: int) -> None:
+    """Convolutions and batch norms as stack operators, filters laid out with the channel last, neighbours fused."""
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 6, "train__local_steps": steps, "train__lr": 0.02}
+    reference = tiny.play(tiny.plan(method, engine__name="sequential", **changes))
+    plan = tiny.plan(method, engine__name="stacked", **changes)
+    assert use_kernels(plan.prepared.model)
+    stayed = Run(plan, Store())
+    list(stayed.rounds())
+    assert stayed.slot is not None
+    assert not stayed.slot.device_stack.refused
+    assert gap(reference, stayed) < 1e-10
+
+
+def test_checkpoints_come_at_the_rounds_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rounds are settled in bursts."""
+    committed: list[int] = []
+    whole = Run._commit
+
+    def noted(self: Run) -> None:
+        committed.append(self.round)
+        whole(self)
+
+    monkeypatch.setattr(Run, "_commit", noted)
+    data = tiny.federation((8, 8, 8))
+    on_device("fedavg", data=data, rounds=20, eval__every=20, engine__checkpoint_every=7)
+    assert committed == [0, 7, 14, 20]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_steps_move_the_clients_in_place(momentum: float) -> None:
+    """Nothing is copied back after a step; the numbers are those of the tests above, which play the same programs."""
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 1, "train__local_steps": 3, "train__momentum": momentum}
+    run = on_device("fedavg", **changes)
+    assert run.slot is not None
+    (exchange,) = run.slot.device_stack._exchanges.values()
+    kinds = {key.partition(":")[0] for key in exchange._programs["step"]._in_place}
+    assert kinds == ({"params", "buffers"} if momentum else {"params"})
+
+
+def test_old_values_that_are_read_later_are_not_written_over() -> None:
+    """A step that hands on what it read, as a program with probes of its own might."""
+    state = {"w": torch.ones(2, 3), "seen": torch.zeros(2, 3), "lr": torch.full((2,), 0.5)}
+
+    def step(state: Tree) -> tuple[Tree, Rows]:
+        grad, zero = torch.full_like(state["w"], 2.0), torch.zeros_like(state["lr"])
+        new, _ = torch.ops.fednorm.sgd(state["w"], [grad], None, state["lr"], zero, zero)
+        return {"w": new, "seen": state["w"] + 0}, {}
+
+    program = Program(step, state)
+    program()
+    assert not program._in_place
+    assert state["w"].eq(0).all()
+    assert state["seen"].eq(1).all()
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedadam"])
+def test_a_stop_leaves_what_was_under_way_behind(method: str) -> None:
+    """Rows come while later rounds are played; a stop finishes those, and the rest is played to the same bits."""
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 40, "eval__every": 10, "train__local_steps": 1}
+    whole = on_device(method, **changes)
+    store = Store()
+    first = Run(tiny.plan(method, engine__name="stacked", **changes), store)
+    for told in first.rounds():
+        if told["round"] == 3:
+            break
+    first.stop()
+    assert first.round > 3
+    assert [row["round"] for row in store.rows()] == list(range(1, first.round + 1))
+    assert all("train_loss" in row for row in store.rows())
+    second = Run(first.plan, store)
+    list(second.rounds())
+    assert second.round == 40
+    assert all(torch.equal(value, second.server[key]) for key, value in whole.server.items())
+
+
+def test_rounds_of_ever_new_shapes_make_no_programs_for_ever() -> None:
+    """One client a round, all of different sizes: the first shape gets a program, rare ones do not."""
+    data = tiny.federation((4, 8, 12, 16, 20))
+    changes = {"data": data, "rounds": 8, "clients_per_round": 1, "train__local_steps": None, "train__local_epochs": 1}
+    reference = tiny.play(tiny.plan("fedavg", engine__name="sequential", **changes))
+    stayed = on_device("fedavg", **changes)
+    assert stayed.slot is not None
+    assert 1 <= len(stayed.slot.device_stack._exchanges) <= 2
+    assert gap(reference, stayed) < 1e-10
