@@ -169,7 +169,7 @@ def test_a_small_cache_and_short_memory_change_nothing(tmp_path: Path) -> None:
 
 
 def test_batches_remember_so_many_clients_and_no_more() -> None:
-    batches = Batches(federation=crowd(50), seed=0, batch_size=2, union_batch_size=2, val_fraction=0.5, remembered=7)
+    batches = Batches(pool=crowd(50).pool, seed=0, batch_size=2, union_batch_size=2, val_fraction=0.5, remembered=7)
     for client in range(50):
         batches.batch(client, 0)
     assert batches.stream.cache_info().currsize == batches.split.cache_info().currsize == 7  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ import ranks_script
 from command import ONE_THREAD, TINY, fednorm
 from fednorm.core.state import digest
 from fednorm.engines.ranks import owned
-from fednorm.halves.state_parcels import pack_states, unpack_states
+from fednorm.halves.state_bytes import pack_states, unpack_states
 from fednorm.running.folder import RunFolder
 from fednorm.running.store import ClientState, Store
 from test_cli_signals import wait_for_rounds

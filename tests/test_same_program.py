@@ -147,7 +147,7 @@ def test_runs_with_other_examples_and_clients_of_other_sizes(work: dict[str, Any
     settings = [{"method": "fedbn", "data": data, "seed": seed, **work} for seed, data in enumerate(pools)]
     device_stack = check(settings, together=4 if "train__local_epochs" not in work else 3)
     assert device_stack._offsets == [0, 24, 48, 0]
-    assert len(device_stack._batches.federation.x) == 24 + 24 + 36
+    assert len(device_stack._batches.pool.x) == 24 + 24 + 36
 
 
 def test_ragged_clients_go_their_own_way() -> None:

@@ -15,7 +15,7 @@ from fednorm.errors import ConfigError
 
 def make(data: Federation | None = None, **changes) -> Batches:
     chosen = {"seed": 0, "batch_size": 4, "union_batch_size": 12, "dtype": torch.float64} | changes
-    return Batches(federation=data or tiny.federation(), **chosen)
+    return Batches(pool=(data or tiny.federation()).pool, **chosen)
 
 
 @given(st.integers(0, 2), st.lists(st.integers(0, 40), min_size=1, max_size=6))
@@ -65,7 +65,7 @@ def test_no_example_comes_twice_in_an_epoch(size: int, batch_size: int, epoch: i
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5])
 def test_training_and_validation_rows_part_the_data(fraction: float) -> None:
     batches = make(val_fraction=fraction)
-    for client, rows in enumerate(batches.federation.clients):
+    for client, rows in enumerate(batches.pool.rows):
         train, held = batches.split(client)
         assert sorted(train.tolist() + held.tolist()) == rows.tolist()
         assert len(held) == round(len(rows) * fraction)

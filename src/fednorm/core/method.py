@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.state import Entry, Kind, Policy, Tree
-from fednorm.core.step import StepMaker, train_step
+from fednorm.core.step import Carry, StepMaker, TrainStep
 from fednorm.pieces.merges import Merge, maximum, mean
 from fednorm.pieces.surgery import Surgery
 from fednorm.pieces.weights import Report, Weigh, by_size
@@ -31,14 +32,20 @@ class Facts:
     head: frozenset[str]
 
 
-Term = Callable[[Tree, Tree, Numbers], Tensor]
-"""(parameters, their broadcast values, numbers) -> a scalar that is added to the loss."""
+Penalty = Callable[[Carry, Numbers], Tensor]
+"""(client, numbers) -> a scalar that is added to the loss; it is differentiated by the client's parameters."""
 
-Transform = Callable[[Tree, Tree, Numbers, Facts], Tree]
-"""(gradients, parameters, numbers, facts) -> gradients."""
+Transform = Callable[[Tree, Carry, Numbers, Facts], Tree]
+"""(gradients, client before the step, numbers, facts) -> gradients."""
 
 Measure = Callable[[Tree, Tree, Facts], Tensor]
 """(state at the end of a client's work, state at its start, facts) -> a scalar the client reports."""
+
+Closing = Callable[[Tree, Tree, Numbers, Facts], Tree]
+"""(state at the end of a client's work, state at its start, numbers with `steps`, facts) -> entries to replace.
+
+What a method keeps for itself (`Method.extras`) changes here, once a round, such as a control variate.
+"""
 
 Scale = Callable[[nn.Module], Mapping[str, float]]
 """model -> factors on the learning rate by key."""
@@ -48,15 +55,42 @@ Scale = Callable[[nn.Module], Mapping[str, float]]
 class Rule:
     """How one client trains. Structure is static, numbers are data, so an engine may map a rule over many clients."""
 
-    losses: tuple[Term, ...] = ()
+    losses: tuple[Penalty, ...] = ()
     grads: tuple[Transform, ...] = ()
     hold: frozenset[Kind] = frozenset()
     """`statistic`: batch norms use their running statistics and leave them; `affine`: theirs gets no gradient."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     lr_factors: tuple[Scale, ...] = ()
+    trains: Literal["all", "head", "body"] = "all"
+    """What gets gradients: everything, the last layer alone, or all but it."""
+    closings: tuple[Closing, ...] = ()
 
 
-FEDAVG: Mapping[Kind, Policy] = MappingProxyType(
+Work = Literal["local", "epoch", "batch"]
+"""`local`: the configured local steps or epochs; `epoch`: one pass over the client's data; `batch`: one step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A part of a client's work in a phase, such as training the head before the body."""
+
+    step: StepMaker = TrainStep()
+    rule: Rule = field(default_factory=Rule)
+    work: Work = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """A tensor beside each trained parameter that a method declares for itself; it starts at zero.
+
+    It exists in the phases whose `policy` names it, and is merged as their `merge` and `weigh` say under that name, or
+    as the mean by size. Losses and transforms read it from the client's `extras` as `NAME:KEY`, closings change it.
+    """
+
+    summary: str
+
+
+FEDAVG: Mapping[Kind | str, Policy] = MappingProxyType(
     {
         Kind.WEIGHT: Policy.SHARED,
         Kind.AFFINE: Policy.SHARED,
@@ -66,8 +100,8 @@ FEDAVG: Mapping[Kind, Policy] = MappingProxyType(
         Kind.EXTRA: Policy.SHARED,
     }
 )
-BY_SIZE: Mapping[Kind, Weigh] = MappingProxyType(dict.fromkeys(Kind, by_size))
-MEAN: Mapping[Kind, Merge] = MappingProxyType(dict.fromkeys(Kind, mean) | {Kind.COUNTER: maximum})
+BY_SIZE: Mapping[Kind | str, Weigh] = MappingProxyType(dict.fromkeys(Kind, by_size))
+MEAN: Mapping[Kind | str, Merge] = MappingProxyType(dict.fromkeys(Kind, mean) | {Kind.COUNTER: maximum})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +109,15 @@ class Phase:
     """One exchange: what comes down, what the client does, what goes up, how the server merges it."""
 
     name: str = "train"
-    step: StepMaker = train_step
+    step: StepMaker = TrainStep()
     rule: Rule = field(default_factory=Rule)
-    policy: Mapping[Kind, Policy] = field(default_factory=lambda: FEDAVG)
-    weigh: Mapping[Kind, Weigh] = field(default_factory=lambda: BY_SIZE)
-    merge: Mapping[Kind, Merge] = field(default_factory=lambda: MEAN)
-    work: Literal["local", "epoch", "batch"] = "local"
-    """`local`: the configured local steps or epochs; `epoch`: one pass over the client's data; `batch`: one step."""
+    policy: Mapping[Kind | str, Policy] = field(default_factory=lambda: FEDAVG)
+    """By kind, or by the name of an extra."""
+    weigh: Mapping[Kind | str, Weigh] = field(default_factory=lambda: BY_SIZE)
+    merge: Mapping[Kind | str, Merge] = field(default_factory=lambda: MEAN)
+    work: Work = "local"
+    then: tuple[Pass, ...] = ()
+    """Further passes of the client's work, after the one that `step`, `rule` and `work` describe."""
     union: bool = False
     """Whether the phase sees everybody's data as one client's: no federation could do it, a study may."""
     consumes_batches: bool = True
@@ -93,8 +129,14 @@ class Phase:
     measures: Mapping[str, Measure] = field(default_factory=dict)
     """Scalars each client reports of its work."""
 
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return (Pass(step=self.step, rule=self.rule, work=self.work), *self.then)
+
     def policy_of(self, entry: Entry) -> Policy:
         """The policy of an entry. The affine of norms without batch statistics (GN, LN) goes with the weights."""
+        if entry.extra:
+            return self.policy[entry.extra]
         kind = Kind.WEIGHT if entry.kind is Kind.AFFINE and not entry.batch_norm else entry.kind
         return self.policy[kind]
 
@@ -162,6 +204,8 @@ class Method:
     """An exchange with all clients before every test, for statistics that training neither makes nor sees."""
     newcomer: Newcomer = field(default_factory=lambda: Newcomer())
     """How a client that never trained gets its statistics."""
+    extras: Mapping[str, Extra] = field(default_factory=dict)
+    """Entries the method declares for itself, by name."""
     parts: tuple[Part, ...] = ()
 
     @property
@@ -169,20 +213,41 @@ class Method:
         return tuple(phase for stage in self.stages for phase in stage)
 
     @property
-    def needs(self) -> frozenset[str]:
-        """What an engine must offer: `client_state` that outlives a round, a cohort that steps in `lockstep`."""
-        local = any(policy is Policy.LOCAL for phase in self.phases for policy in phase.policy.values())
-        lockstep = any(phase.lockstep for phase in self.phases)
-        needs = {"client_state": local and self.data == "each", "lockstep": lockstep}
-        return frozenset(need for need, needed in needs.items() if needed)
+    def all_phases(self) -> dict[PhaseId, Phase]:
+        """Every exchange the method has, by its address: training of all stages, finish, query."""
+        found = {
+            PhaseId(Purpose.TRAIN, stage, index): phase
+            for stage, phases in enumerate(self.stages)
+            for index, phase in enumerate(phases)
+        }
+        found |= {PhaseId(Purpose.FINISH, 0, index): phase for index, phase in enumerate(self.finish)}
+        return found | ({PhaseId(Purpose.QUERY): self.query} if self.query else {})
 
-    def tested(self, stage: int) -> Phase:
-        """The last phase of a stage, with what the query fills counted as shared: what a tested model consists of."""
-        phase = self.stages[stage][-1]
+    def phase_at(self, id: PhaseId) -> Phase:
+        """The phase with an address; under `score`, what a tested model consists of in that stage.
+
+        That is the stage's last phase, with what the query fills counted as shared.
+        """
+        if id.purpose is not Purpose.SCORE:
+            return self.all_phases[id]
+        phase = self.stages[id.stage][-1]
         if self.query is None:
             return phase
         filled = {kind: policy for kind, policy in self.query.policy.items() if policy is Policy.SHARED}
         return replace(phase, policy={**phase.policy, **filled})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What must be offered: `client_state` that outlives a round, a cohort that steps in `lockstep`, the `union`
+        of all data in one place."""
+        phases = self.all_phases.values()
+        local = any(policy is Policy.LOCAL for phase in self.phases for policy in phase.policy.values())
+        needs = {
+            "client_state": local and self.data == "each",
+            "lockstep": any(phase.lockstep for phase in phases),
+            "union": self.data == "union" or any(phase.union for phase in phases),
+        }
+        return frozenset(need for need, needed in needs.items() if needed)
 
     def map_phases(self, change: Callable[[Phase], Phase]) -> Method:
         """The same method with every phase of every stage changed."""

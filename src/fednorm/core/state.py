@@ -59,6 +59,8 @@ class Entry:
     dtype: torch.dtype
     batch_norm: bool = False
     """True in layers that normalise with statistics of the batch: only their affine is what FedBN keeps local."""
+    extra: str = ""
+    """The name a method declares this entry under, where it is not the model's or the optimizer's."""
 
     @property
     def size(self) -> int:

@@ -16,28 +16,67 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fednorm.core.state import Kind, Tree, is_batch_norm
+from fednorm.core.task import Task
 
 if TYPE_CHECKING:
     from fednorm.core.method import Facts, Numbers, Rule
     from fednorm.core.optim import Optimizer
-    from fednorm.scoring.probes import Probe
-    from fednorm.scoring.tasks import Task
 
 
-class StepOut(NamedTuple):
-    """What a step leaves: the new trees, the loss without penalty terms, and what the probes saw."""
+class Carry(NamedTuple):
+    """A client in the middle of its work, or with a leading axis a stack of clients: what a step passes on."""
 
     params: Tree
-    rest: Tree
-    buffers: Tree
+    """what is trained"""
+    state: Tree
+    """the rest of the model's state: statistics, counters, buffers, parameters that are held"""
+    optimizer: Tree
+    """the optimizer's buffers"""
+    extras: Tree
+    """entries that the method declares for itself"""
+    anchor: Tree
+    """the parameters as the client began with them"""
+
+    @property
+    def tree(self) -> Tree:
+        """All entries that a client may send or keep."""
+        return {**self.params, **self.state, **self.optimizer, **self.extras}
+
+
+class Batch(NamedTuple):
+    """Examples, and the key that serves the random layers of the model."""
+
+    x: Tensor
+    y: Tensor
+    key: Tensor
+
+
+class Seen(NamedTuple):
+    """What a step tells of itself: the loss without penalty terms, and what probes saw."""
+
     loss: Tensor
-    seen: Tree
+    probed: Tree
 
 
-Step = Callable[[Tree, Tree, Tree, Tree, Tensor, Tensor, Tensor, "Numbers"], StepOut]
-"""(trained parameters, rest of the state, optimizer buffers, broadcast parameters, x, y, key, numbers) -> StepOut."""
+Step = Callable[[Carry, Batch, "Numbers"], tuple[Carry, Seen]]
 
-Objective = Callable[..., tuple[Tensor, tuple[Tensor, Tensor]]]
+See = Callable[[Tree, Carry, Carry, "Facts"], Tensor]
+"""(gradients, client before the step, after it, facts) -> a scalar."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A quantity of a step to look at; looking changes nothing."""
+
+    name: str
+    summary: str
+    see: See
+
+
+Objective = Callable[[Tree, Carry, Batch, "Numbers"], tuple[Tensor, Tensor]]
+"""(parameters, client, batch, numbers) -> (what is minimised, the loss without penalty terms)."""
+
+Gradients = Callable[[Tree, Carry, Batch, "Numbers"], tuple[Tree, tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -53,12 +92,12 @@ class StepSpec:
     """Whether the model may have tensors with several names, which takes time to look for in every step."""
     keyed: tuple[str, ...] = ()
     """Names of the key buffers of layers that draw random numbers."""
-    factors: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict[str, float])
     """Factors on the learning rate, for the keys that have one."""
     spared: frozenset[str] = frozenset()
     """Keys that weight decay leaves alone."""
     probes: tuple[Probe, ...] = ()
-    differentiate: Callable[[Objective], Callable[..., tuple[Tree, tuple[Tensor, tuple[Tensor, Tensor]]]]] | None = None
+    differentiate: Callable[[Objective], Gradients] | None = None
 
 
 StepMaker = Callable[[StepSpec], Step]
@@ -69,58 +108,61 @@ def forward(spec: StepSpec, state: Tree, x: Tensor, key: Tensor) -> Any:
     return functional_call(spec.model, state | dict.fromkeys(spec.keyed, key), (x,), tie_weights=spec.tied)
 
 
-def by_autograd(objective: Objective) -> Callable[..., tuple[Tree, tuple[Tensor, tuple[Tensor, Tensor]]]]:
+def by_autograd(objective: Objective) -> Gradients:
     """Gradients with plain autograd, which is a quarter faster than `torch.func.grad` on small CPU models."""
 
-    def run(params: Tree, *rest: Any) -> tuple[Tree, tuple[Tensor, tuple[Tensor, Tensor]]]:
+    def run(params: Tree, carry: Carry, batch: Batch, numbers: Numbers) -> tuple[Tree, tuple[Tensor, Tensor]]:
         leaves = {key: value.detach().requires_grad_() for key, value in params.items()}
         with torch.enable_grad():
-            total, aux = objective(leaves, *rest)
+            total, loss = objective(leaves, carry, batch, numbers)
             # A parameter the output does not depend on has no gradient; its step is weight decay alone.
             grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
-        return dict(zip(leaves, grads, strict=True)), (total.detach(), aux)
+        return dict(zip(leaves, grads, strict=True)), (total.detach(), loss)
 
     return run
 
 
-def train_step(spec: StepSpec) -> Step:
+@dataclass(frozen=True)
+class TrainStep:
     """A step of local training: loss and penalties, gradient transforms, update."""
-    rule = spec.rule
 
-    def objective(params: Tree, rest: Tree, anchor: Tree, x: Tensor, y: Tensor, key: Tensor, numbers: Numbers):
-        output = forward(spec, params | rest, x, key)
-        loss = spec.task.loss(output, y)
-        total = loss
-        for term in rule.losses:
-            total = total + term(params, anchor, numbers)
-        return total, (loss.detach(), output.detach())
+    def __call__(self, spec: StepSpec) -> Step:
+        rule = spec.rule
 
-    differentiate = (spec.differentiate or by_autograd)(objective)
+        def objective(params: Tree, carry: Carry, batch: Batch, numbers: Numbers) -> tuple[Tensor, Tensor]:
+            loss = spec.task.loss(forward(spec, params | carry.state, batch.x, batch.key), batch.y)
+            total = loss
+            for penalty in rule.losses:
+                total = total + penalty(carry._replace(params=params), numbers)
+            return total, loss.detach()
 
-    def step(
-        params: Tree, rest: Tree, buffers: Tree, anchor: Tree, x: Tensor, y: Tensor, key: Tensor, numbers: Numbers
-    ) -> StepOut:
-        grads, (_, (loss, _)) = differentiate(params, rest, anchor, x, y, key, numbers)
-        for transform in rule.grads:
-            grads = transform(grads, params, numbers, spec.facts)
-        new, buffers = spec.optimizer.update(params, grads, buffers, numbers, spec.factors, spec.spared)
-        seen = {probe.name: probe.see(grads, params, new, anchor, rest, spec.facts) for probe in spec.probes}
-        return StepOut(new, rest, buffers, loss, seen)
+        gradients = (spec.differentiate or by_autograd)(objective)
 
-    return step
+        def step(carry: Carry, batch: Batch, numbers: Numbers) -> tuple[Carry, Seen]:
+            grads, (_, loss) = gradients(carry.params, carry, batch, numbers)
+            for transform in rule.grads:
+                grads = transform(grads, carry, numbers, spec.facts)
+            params, buffers = spec.optimizer.update(
+                carry.params, grads, carry.optimizer, numbers, spec.factors, spec.spared
+            )
+            after = carry._replace(params=params, optimizer=buffers)
+            probed = {probe.name: probe.see(grads, carry, after, spec.facts) for probe in spec.probes}
+            return after, Seen(loss, probed)
+
+        return step
 
 
-def observe_step(spec: StepSpec) -> Step:
+@dataclass(frozen=True)
+class ObserveStep:
     """A step that only looks: a training-mode forward pass moves the running statistics, nothing is learned."""
 
-    def step(
-        params: Tree, rest: Tree, buffers: Tree, anchor: Tree, x: Tensor, y: Tensor, key: Tensor, numbers: Numbers
-    ) -> StepOut:
-        with torch.no_grad():
-            loss = spec.task.loss(forward(spec, params | rest, x, key), y)
-        return StepOut(params, rest, buffers, loss, {})
+    def __call__(self, spec: StepSpec) -> Step:
+        def step(carry: Carry, batch: Batch, numbers: Numbers) -> tuple[Carry, Seen]:
+            with torch.no_grad():
+                loss = spec.task.loss(forward(spec, carry.params | carry.state, batch.x, batch.key), batch.y)
+            return carry, Seen(loss, {})
 
-    return step
+        return step
 
 
 @contextmanager

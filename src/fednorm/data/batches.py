@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,7 +12,7 @@ from torch import Tensor
 from fednorm.core import rng
 from fednorm.data.augment import Augmentation, apply, draws
 from fednorm.data.augment import parse as parse_augmentation
-from fednorm.data.federation import Federation
+from fednorm.data.pool import Pool
 from fednorm.data.streams import Stream, epoch_order
 
 UNION = -1
@@ -22,9 +21,9 @@ UNION = -1
 
 @dataclass(frozen=True)
 class Batches:
-    """The training batches of a federation, with validation rows set aside."""
+    """The training batches of a pool's clients, with validation rows set aside."""
 
-    federation: Federation
+    pool: Pool
     seed: int
     batch_size: int
     union_batch_size: int
@@ -40,7 +39,7 @@ class Batches:
         return lru_cache(self.remembered)(self._split)
 
     def _split(self, client: int) -> tuple[Tensor, Tensor]:
-        rows = self.federation.clients[client]
+        rows = self.pool.rows[client]
         count = self.num_held(len(rows))
         if not count:
             return rows, rows[:0]
@@ -53,17 +52,10 @@ class Batches:
         """How many of a client's examples validate."""
         return round(size * self.val_fraction)
 
-    def size_counts(self) -> Counter[int]:
-        """How many training clients have so many examples, validation included."""
-        sizes, many = self.federation.sizes.unique(return_counts=True)
-        counts = Counter(dict(zip(sizes.tolist(), many.tolist(), strict=True)))
-        counts.subtract(int(self.federation.sizes[client]) for client in self.federation.unseen)
-        return +counts
-
     def rows(self, client: int) -> Tensor:
         """Training rows of a client, or of all training clients together."""
         if client == UNION:
-            return torch.cat([self.split(c)[0] for c in self.federation.training_clients])
+            return torch.cat([self.split(c)[0] for c in self.pool.clients])
         return self.split(client)[0]
 
     @cached_property
@@ -88,7 +80,7 @@ class Batches:
 
     def place(self, client: int, k: int) -> tuple[Tensor, Tensor]:
         """(rows of the pool, key) of the client's k-th batch, where the data is."""
-        device = self.federation.x.device
+        device = self.pool.x.device
         rows, key = self._place(client, k)
         return rows.to(device), key.to(device)
 
@@ -106,7 +98,7 @@ class Batches:
 
     def stack(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Batches of equal size of several clients, stacked: one gather and one augmentation for all."""
-        device = self.federation.x.device
+        device = self.pool.x.device
         rows, keys = (part.to(device) for part in self.places(clients, ks))
         return *self.gather(rows, self.draws(keys, rows.shape[-1])), keys
 
@@ -155,7 +147,7 @@ class Batches:
         """The random numbers of the augmentation of batches of this size, (..., size, steps, 2), for keys (...)."""
         if not self._chain.steps:
             return torch.zeros(*keys.shape, *self.draws_of_one(size), dtype=torch.int64, device=keys.device)
-        shape = (size, *self.federation.x.shape[-2:])
+        shape = (size, *self.pool.x.shape[-2:])
         own = rng.key(keys, "augment").flatten()
         return torch.vmap(lambda key: draws(key, shape, self._chain))(own).unflatten(0, keys.shape)
 
@@ -164,7 +156,7 @@ class Batches:
         x, y = (raw.unflatten(0, rows.shape) for raw in self._examples(rows.flatten()))
         if self._chain.steps:
             if y.dim() > 2:
-                fill = self.federation.ignore_index
+                fill = self.pool.ignore_index
                 x, y = torch.vmap(lambda x, y, drawn: apply(x, y, drawn, self._chain, fill))(x, y, drawn)
             else:
                 x = torch.vmap(lambda x, drawn: apply(x, None, drawn, self._chain)[0])(x, drawn)
@@ -172,9 +164,9 @@ class Batches:
 
     def _examples(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The raw examples of a vector of rows; this selection is several times faster on a CPU than `[rows]`."""
-        return self.federation.x.index_select(0, rows), self.federation.y.index_select(0, rows)
+        return self.pool.x.index_select(0, rows), self.pool.y.index_select(0, rows)
 
     def inputs(self, raw: Tensor) -> Tensor:
         """Raw rows as the model's numbers; inputs that are no numbers of that type (tokens) stay as they are."""
-        x = self.federation.inputs(raw)
+        x = self.pool.inputs(raw)
         return x.to(self.dtype) if x.is_floating_point() else x

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from fednorm.data.client_rows import MANY, ClientRows, consecutive_rows
+from fednorm.data.pool import Pool
 from fednorm.errors import ConfigError
 
 
@@ -59,21 +60,18 @@ class Federation:
     def in_channels(self) -> int:
         return int(self.x.shape[1])
 
-    def inputs(self, raw: Tensor) -> Tensor:
-        """Raw rows of the pool as the model wants them."""
-        if raw.dtype != torch.uint8:
-            return raw
-        x = raw.to(torch.float32) / 255
-        if not self.mean:
-            return x
-        shape = (-1, 1, 1)
-        mean, std = (_on_device(values, x.device).view(shape) for values in (self.mean, self.std))
-        return (x - mean) / std
-
-
-@lru_cache(maxsize=16)
-def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)  # once: a copy from the host in every batch would stall a GPU
+    @property
+    def pool(self) -> Pool:
+        """The training examples, without anything about tests."""
+        return Pool(
+            x=self.x,
+            y=self.y,
+            rows=self.clients,
+            clients=self.training_clients,
+            mean=self.mean,
+            std=self.std,
+            ignore_index=self.ignore_index,
+        )
 
 
 Examples = tuple[Tensor, Tensor] | torch.utils.data.Dataset[object]

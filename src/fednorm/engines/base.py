@@ -1,172 +1,187 @@
-"""What an engine is: it trains a cohort of clients for one phase. Everything else about a round is the same for all."""
+"""What an engine is: it plays the exchanges that runs ask for. Everything else about a run is the same for all."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum, auto
-from typing import Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.func import grad_and_value
 
-from fednorm.core.method import Phase
-from fednorm.core.state import Entry, Kind, Policy, Tree
-from fednorm.core.step import Step, StepOut, StepSpec
-from fednorm.errors import ConfigError
-from fednorm.halves.merging import DOWN, Schema, Update, keys_with
-from fednorm.halves.prepared import lr_factors
-from fednorm.pieces.weights import Report, loss_summary
-from fednorm.running.plan import Plan
+from fednorm.core.report import Report
+from fednorm.core.state import Tree
+from fednorm.core.step import Carry, Seen, Step
+from fednorm.engines.ranks import Alone
+from fednorm.errors import ConfigError, FednormError
+from fednorm.halves.merging import Stacks, flaws, not_finite
+from fednorm.halves.mine import ClientState
+from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
+from fednorm.halves.server import Exchange, Held, Holder, Server
+from fednorm.halves.site import Sites, state_after
+from fednorm.halves.training import Job, Outcome
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ClientStates(Protocol):
+    """Where the states of clients are kept."""
+
+    def get_many(self, clients: Sequence[int]) -> dict[int, ClientState]: ...
+    def put(self, client: int, state: ClientState) -> None: ...
+
+
+class Settings(Protocol):
+    """What an engine may be told about how to compute; the `engine` section of a config."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def workers(self) -> int | None: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def quorum(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
-class Job:
-    """One client's work in a phase: the state it starts from, its first batch and how many steps it takes.
+class Order:
+    """An exchange of one run: who asks, whose work it is, and where clients' states are kept."""
 
-    The tensors of the state may be the server's own: an engine trains copies.
-    """
-
-    client: int
-    start: Tree
-    first_batch: int
-    num_steps: int
+    exchange: Exchange
+    server: Server
+    sites: Sites
+    states: ClientStates
+    ranks: Alone = field(default_factory=Alone)
+    probing: bool = False
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a client hands over (the update), what it keeps (its local entries) and what probes saw of its last step."""
+class Played:
+    """What an exchange that was played and merged leaves for the run to note."""
 
-    update: Update
-    kept: Tree
-    seen: Mapping[str, float] = field(default_factory=dict)
+    reports: Sequence[Report]
+    probed: Mapping[int, Mapping[str, float]] | None = None
 
 
 class Engine(Protocol):
-    """Trains the clients of a phase; outcomes may come in any order."""
+    """Plays exchanges, of one run or of several at once."""
 
-    def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]: ...
+    @property
+    def fell_back(self) -> bool:
+        """Whether it had to leave its work to the sequential engine."""
+        ...
 
+    def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
+        """Where a run's server state lies from now on."""
+        ...
 
-def start_state(plan: Plan, schema: Schema, server: Tree, mine: Tree) -> Tree:
-    """What a client starts a phase with: the server's entries, its own, or fresh ones, as the policies say."""
-    return {key: value.clone() for key, value in start_view(plan, schema, server, mine).items()}
+    def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
+        """Play and merge what runs ask for; an error is one run's, which need not be the end of others."""
+        ...
 
+    def bring_home(self, order_states: ClientStates, held: Holder) -> None:
+        """Put into a run's store what its clients keep elsewhere."""
+        ...
 
-class Source(IntEnum):
-    """Where an entry comes from when a client starts a phase."""
-
-    SERVER = auto()
-    OWN = auto()
-    INITIAL = auto()
-    ZEROS = auto()
-    """as optimizer buffers do, which have no initial value but zero"""
-
-
-def source_of(key: str, policy: Policy, initial: Container[str]) -> Source:
-    """Where an entry with this policy comes from, `initial` being the keys that have an initial value."""
-    if policy in DOWN:
-        return Source.SERVER
-    if policy is Policy.LOCAL:
-        return Source.OWN
-    return Source.INITIAL if key in initial else Source.ZEROS
+    def close(self) -> None:
+        """Give back what is held beside memory, such as processes."""
+        ...
 
 
-def start_view(plan: Plan, schema: Schema, server: Tree, mine: Tree) -> Tree:
-    """`start_state` without copies, for those who change no tensor in place."""
-    initial = plan.prepared.initial
-    trees = {Source.SERVER: server, Source.OWN: {**initial, **mine}, Source.INITIAL: initial, Source.ZEROS: {}}
-    state: Tree = {}
-    for key, (entry, policy) in schema.items():
-        value = trees[source_of(key, policy, initial)].get(key)
-        state[key] = (
-            torch.zeros(entry.shape, dtype=entry.dtype, device=plan.device) if value is None else value.to(plan.device)
-        )
-    return state
+class PlainEngine:
+    """An engine that plays one run after the other and merges on the host; `train` is all that differs."""
+
+    fell_back = False
+
+    def train(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
+    ) -> Iterator[Outcome]:
+        """The outcomes of clients' work, in any order."""
+        raise NotImplementedError
+
+    def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
+        return Held(tree, memory)
+
+    def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
+        return [attempt(play_plainly, order, self.train) for order in orders]
+
+    def bring_home(self, order_states: ClientStates, held: Holder) -> None:
+        """Nothing is kept elsewhere."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
-def start_views(plan: Plan, schema: Schema, server: Tree, each: Sequence[Tree]) -> list[Tree]:
-    """`start_view` of many clients with these own states; what is not their own is the same tensors for all."""
-    common = start_view(plan, schema, server, {})
-    local = keys_with(schema, Policy.LOCAL)
-    return [{**common, **{key: mine[key].to(plan.device) for key in local if key in mine}} for mine in each]
+Train = Callable[[PreparedPhase, Mapping[str, float], Sequence[Job], bool], Iterator[Outcome]]
 
 
-def step_spec(plan: Plan, phase: Phase, probing: bool) -> StepSpec:
-    """The static part of a phase's step."""
-    return StepSpec(
-        model=plan.prepared.model,
-        facts=plan.prepared.facts,
-        rule=phase.rule,
-        optimizer=plan.optimizer,
-        task=plan.task,
-        tied=plan.prepared.tied,
-        keyed=plan.prepared.keyed,
-        factors=lr_factors(plan.prepared, phase),
-        spared=frozenset() if plan.config.train.decay_vectors else plan.prepared.vectors,
-        probes=plan.probes if probing else (),
-    )
+def play_plainly(order: Order, train: Train) -> Played:
+    """One exchange on the host: train the clients of this process, refuse, merge, store what they keep."""
+    exchange, server, sites, ranks = order.exchange, order.server, order.sites, order.ranks
+    phase = exchange.phase
+    here = ranks.own(sites.batches.pool.clients, exchange.cohort)
+    states = order.states.get_many(here)
+    starts = phase.starts(server.tree, [states[client].tree for client in here], sites.device)
+    jobs = [
+        sites.job(phase, client, start, states[client].steps) for client, start in zip(here, starts, strict=True)
+    ]
+    accepted: list[Outcome] = []
+    stacks: list[Stacks] = []
+
+    def work() -> dict[str, Any]:
+        """Train the clients of this process, and say in JSON values what all must know of them."""
+        trained = train(phase, exchange.numbers, jobs, order.probing) if jobs else iter(())
+        outcomes = sorted(trained, key=lambda outcome: outcome.update.client)
+        updates = [outcome.update for outcome in outcomes]
+        stacks.append(Stacks(updates))
+        found = flaws(updates, phase.schema, stacks[0])
+        why = {o.update.client: each or _flaw_of_kept(o) for o, each in zip(outcomes, found, strict=True)}
+        accepted.extend(outcome for outcome in outcomes if not why[outcome.update.client])
+        return {
+            "refused": [(client, reason) for client, reason in why.items() if reason],
+            "reports": [vars(outcome.update.report) for outcome in accepted],
+            "probed": [(outcome.update.client, dict(outcome.update.probed)) for outcome in accepted],
+        }
+
+    told = ranks.tell_all(work)
+    server.admit({client: why for each in told for client, why in each["refused"]})
+    reports = [Report(**report) for each in told for report in each["reports"]]
+    updates = [outcome.update for outcome in accepted]
+    sent = stacks[0] if len(updates) == len(stacks[0].updates) else None
+    with ranks.merge([len(each["reports"]) for each in told]):
+        server.merge(updates, reports, sent)
+    ranks.confirm(f"phase '{phase.phase.name}' of '{sites.method.name}'", server.tree)
+    by_client = {job.client: job for job in jobs}
+    for outcome in accepted if exchange.keeps else ():
+        client = outcome.update.client
+        after = state_after(phase, states[client], by_client[client], outcome.kept)
+        if after is not None:
+            order.states.put(client, after)
+    probed = {client: seen for each in told for client, seen in each["probed"]} if order.probing else None
+    return Played(reports, probed)
 
 
-@dataclass(frozen=True)
-class Trees:
-    """A client's state (or a stack of clients' states) as a step takes it."""
-
-    params: Tree
-    rest: Tree
-    buffers: Tree
+def _flaw_of_kept(outcome: Outcome) -> str | None:
+    bad = not_finite(outcome.kept)
+    return f"'{bad}' (local) is not finite" if bad else None
 
 
-def to_trees(parts: Mapping[str, str], state: Tree) -> Trees:
-    """Sort a state into what is trained, what the optimizer keeps, and the rest, as `parts_of` names them.
-
-    The rest must be copies made for the training: layers move their running statistics in place.
-    """
-    trees = Trees({}, {}, {})
-    for key, part in parts.items():
-        getattr(trees, part)[key] = state[key]
-    return trees
+def attempt(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | FednormError:
+    """What a function returns, or the error it ends with: one run's, which need not be the end of others."""
+    try:
+        return function(*arguments, **named)
+    except FednormError as error:
+        return error
 
 
-def parts_of(plan: Plan, phase: Phase) -> dict[str, str]:
-    """Which of the `Trees` each entry of a phase belongs to."""
-    trained = {entry.key for entry in plan.prepared.trained(phase)}
-
-    def part(entry: Entry) -> str:
-        return "params" if entry.key in trained else "buffers" if entry.kind is Kind.OPTIMIZER else "rest"
-
-    return {key: part(entry) for key, (entry, _) in plan.schema(phase).items()}
-
-
-def outcome(plan: Plan, phase: Phase, job: Job, end: Tree, losses: Sequence[float], seen: Tree) -> Outcome:
-    """What a client hands over after its work, and what it keeps."""
-    schema = plan.schema(phase)
-    measured = {name: measure(end, job.start, plan.prepared.facts) for name, measure in phase.measures.items()}
-    report = Report(
-        client=job.client,
-        num_examples=plan.batches.num_examples(job.client),
-        losses=loss_summary(losses, plan.batches.per_epoch(job.client)),
-        scalars={name: float(value) for name, value in measured.items()},
-    )
-    return Outcome(
-        update=Update(
-            report,
-            shared={key: end[key] for key in keys_with(schema, Policy.SHARED)},
-            reported={key: end[key] for key in keys_with(schema, Policy.REPORTED)},
-        ),
-        kept={key: end[key] for key in keys_with(schema, Policy.LOCAL)},
-        seen={name: float(value) for name, value in seen.items()},
-    )
-
-
-def mapped_spec(plan: Plan, phase: Phase, probing: bool) -> StepSpec:
-    """`step_spec` for a step that will be mapped over clients."""
-    return replace(step_spec(plan, phase, probing), differentiate=lambda f: grad_and_value(f, has_aux=True))
-
-
-def mapped_step(plan: Plan, phase: Phase, probing: bool) -> Step:
-    """The phase's step over a stack of clients: every tensor has a leading client axis, numbers are common."""
-    return torch.vmap(phase.step(mapped_spec(plan, phase, probing)), in_dims=(0, 0, 0, 0, 0, 0, 0, None))
+def mapped_step(sites: Sites, each: PreparedPass, probing: bool = False) -> Step:
+    """A pass's step over a stack of clients: every tensor has a leading client axis, numbers are common."""
+    spec = replace(sites.step_spec(each, probing), differentiate=lambda f: grad_and_value(f, has_aux=True))
+    return torch.vmap(each.step(spec), in_dims=(0, 0, None))
 
 
 def stack_trees(trees: Sequence[Tree]) -> Tree:
@@ -174,15 +189,14 @@ def stack_trees(trees: Sequence[Tree]) -> Tree:
     return {key: torch.stack([tree[key] for tree in trees]) for key in trees[0]}
 
 
-def pick(tree: Tree, place: int) -> Tree:
+def pick(tree: Tree, index: int) -> Tree:
     """One client's tree of a stack."""
-    return {key: value[place] for key, value in tree.items()}
+    return {key: value[index] for key, value in tree.items()}
 
 
-def pick_client(out: StepOut, place: int) -> StepOut:
+def pick_client(carry: Carry, seen: Seen, index: int) -> tuple[Carry, Seen]:
     """One client's part of what a mapped step leaves."""
-    params, rest, buffers = (pick(tree, place) for tree in (out.params, out.rest, out.buffers))
-    return StepOut(params, rest, buffers, out.loss[place], pick(out.seen, place))
+    return Carry(*(pick(tree, index) for tree in carry)), Seen(seen.loss[index], pick(seen.probed, index))
 
 
 def refuse_unequal(method: str, clients: Sequence[int], sizes: Sequence[int]) -> None:

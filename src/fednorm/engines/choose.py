@@ -15,16 +15,20 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
+from fednorm.core.phases import PhaseId, Purpose
 from fednorm.data.batches import UNION
-from fednorm.engines.base import Engine, Job, start_state
+from fednorm.engines.base import Engine, Settings
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.stack.stacked import StackedEngine
 from fednorm.engines.workers import WorkersEngine, count_processes
 from fednorm.errors import unknown
-from fednorm.running.plan import Plan
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.site import Sites
+from fednorm.halves.training import Job, Outcome
 
 MIN_STEPS = 50
 """Runs of fewer steps are played as they come; two steps to look would be a good part of them."""
@@ -43,81 +47,94 @@ STACK_BYTES = 2**30
 """A stack holds every client's weights, gradients and activations at once; larger ones are not tried on a CPU."""
 
 
-def auto(plan: Plan) -> Engine:
-    """The engine that `auto` stands for."""
-    return make_engine(plan)[1]
+ENGINES = ("auto", "sequential", "stacked", "workers")
 
 
-ENGINES: dict[str, Callable[[Plan], Engine]] = {
-    "auto": auto,
-    "sequential": SequentialEngine,
-    "stacked": StackedEngine,
-    "workers": WorkersEngine,
-}
+def make_engine(
+    runs: Sequence[Sites], settings: Settings, *, cohort: int, remembered: str | None = None, stays: bool = True
+) -> tuple[str, Engine]:
+    """The engine of a run, or of several that are the same program, and its name.
 
-
-def make_engine(plan: Plan, remembered: str | None = None) -> tuple[str, Engine]:
-    """The engine of a run and its name; a run that goes on keeps the one it was begun with."""
-    name = plan.config.engine.name
+    A run that goes on keeps the engine it was begun with, which it `remembered`. `cohort` is how many clients a round
+    draws, `stays` whether rounds may stay on the device.
+    """
+    name = settings.name
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
     if name == "auto":
         if remembered not in ENGINES or remembered == "auto":
-            return _choose(plan)
+            return _choose(runs, settings, cohort, stays)
         name = remembered
-    return name, ENGINES[name](plan)
+    return name, _made(name, runs, settings, cohort, stays)
 
 
-def close_engine(engine: Engine) -> None:
-    """Give back what an engine holds beside memory: processes, which most have none of."""
-    if isinstance(engine, WorkersEngine):
-        engine.close()
+def _made(name: str, runs: Sequence[Sites], settings: Settings, cohort: int, stays: bool) -> Engine:
+    if name == "stacked":
+        return StackedEngine(runs, precision=settings.precision, stays=stays and settings.quorum is None)
+    (sites,) = runs
+    if name == "workers":
+        return WorkersEngine(sites, count_processes(settings.workers, cohort))
+    return SequentialEngine(sites)
 
 
-def _choose(plan: Plan) -> tuple[str, Engine]:
-    if plan.device.type == "cuda":
-        return "stacked", StackedEngine(plan)
-    sequential = SequentialEngine(plan)
+def _choose(runs: Sequence[Sites], settings: Settings, cohort: int, stays: bool) -> tuple[str, Engine]:
+    sites = runs[0]
+    if sites.device.type == "cuda":
+        return "stacked", _made("stacked", runs, settings, cohort, stays)
+    sequential = SequentialEngine(sites)
     # A process of a larger undertaking is not alone on its cores: nothing it measures would last.
-    if plan.device.type != "cpu" or plan.method.data == "union" or multiprocessing.parent_process() is not None:
+    if sites.device.type != "cpu" or sites.method.data == "union" or multiprocessing.parent_process() is not None:
         return "sequential", sequential
-    steps = _steps_per_round(plan)
-    total = steps * plan.config.rounds
-    trial = _with_own_model(plan)
+    steps = _steps_per_round(sites, cohort)
+    total = steps * sites.work.rounds
+    trial = _with_own_model(sites)
     reference = SequentialEngine(trial)
     # The first step also pays for what torch sets up once: an upper bound, and enough for a short run.
     if total < MIN_STEPS or any(total * _seconds(trial, reference, 1, 1) < MIN_SECONDS for _ in range(2)):
         return "sequential", sequential
-    candidates: dict[str, Engine] = {"sequential": reference}
+    candidates: dict[str, Trains] = {"sequential": reference}
+    processes = count_processes(settings.workers, cohort)
     # One thread was given, or there is one core: the others are not ours to take.
-    if plan.config.engine.threads != 1 and count_processes(plan) > 1:
-        candidates["workers"] = WorkersEngine(plan)
-    if plan.cohort_size > 1 and total >= STACK_STEPS * plan.cohort_size and _stack_bytes(plan) <= STACK_BYTES:
-        candidates["stacked"] = StackedEngine(_with_own_model(plan))
+    workers = WorkersEngine(sites, processes) if settings.threads != 1 and processes > 1 else None
+    if workers:
+        candidates["workers"] = workers
+    if cohort > 1 and total >= STACK_STEPS * cohort and _stack_bytes(sites, cohort) <= STACK_BYTES:
+        candidates["stacked"] = StackedEngine([sites], precision=settings.precision, stays=False)
     if len(candidates) == 1:
         return "sequential", sequential
-    name, times = _fastest(trial, candidates, steps)
-    workers = candidates.get("workers")
-    print(_line(name, times, count_processes(plan)), file=sys.stderr)
-    if workers is not None and name != "workers":
-        close_engine(workers)
-    return name, workers if workers is not None and name == "workers" else ENGINES[name](plan)
+    name, times = _fastest(trial, candidates, steps, cohort, processes)
+    print(_line(name, times, processes), file=sys.stderr)
+    if workers and name != "workers":
+        workers.close()
+    return name, workers if workers and name == "workers" else _made(name, runs, settings, cohort, stays)
 
 
-def _fastest(plan: Plan, candidates: dict[str, Engine], steps: int) -> tuple[str, dict[str, float]]:
-    """The engine to take, and the seconds of a round with each that can train this plan."""
-    few = min(2 * count_processes(plan), plan.cohort_size)
-    clients = {name: plan.cohort_size if name == "stacked" else few for name in candidates}
+class Trains(Protocol):
+    """What is needed of an engine to time it."""
+
+    @property
+    def fell_back(self) -> bool: ...
+    def train(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
+    ) -> Iterator[Outcome]: ...
+
+
+def _fastest(
+    sites: Sites, candidates: dict[str, Trains], steps: int, cohort: int, processes: int
+) -> tuple[str, dict[str, float]]:
+    """The engine to take, and the seconds of a round with each that can train these clients."""
+    few = min(2 * processes, cohort)
+    clients = {name: cohort if name == "stacked" else few for name in candidates}
     with contextlib.redirect_stderr(io.StringIO()):  # an engine that must fall back says so when it is chosen
         for name, engine in candidates.items():  # starts processes, and whatever torch sets up once
-            _seconds(plan, engine, clients[name], 1)
-        able = {name: engine for name, engine in candidates.items() if not _fell_back(engine)}
+            _seconds(sites, engine, clients[name], 1)
+        able = {name: engine for name, engine in candidates.items() if not engine.fell_back}
         times = dict.fromkeys(able, math.inf)
         started, turns = time.perf_counter(), 0
         # In turn, and the best of several: other programs may disturb one look, but hardly all.
         while turns < 2 or time.perf_counter() - started < LOOK_SECONDS * len(able):
             for name, engine in able.items():
-                times[name] = min(times[name], steps * _seconds(plan, engine, clients[name], TIMED_STEPS))
+                times[name] = min(times[name], steps * _seconds(sites, engine, clients[name], TIMED_STEPS))
             turns += 1
     return pick(times), times
 
@@ -136,18 +153,11 @@ def pick(times: dict[str, float]) -> str:
     return min(exact, key=lambda name: exact[name] / (DOUBT if name == "workers" else 1.0))
 
 
-def _fell_back(engine: Engine) -> bool:
-    """Whether an engine had to leave the work to the sequential one."""
-    if isinstance(engine, StackedEngine):
-        return engine.fell_back
-    return isinstance(engine, WorkersEngine) and engine.refused
-
-
-def _stack_bytes(plan: Plan) -> int:
+def _stack_bytes(sites: Sites, cohort: int) -> int:
     """A guess at what a stack needs: some copies of each client's weights, and a batch with 100 maps as large as it."""
-    example = plan.federation.x[:1].numel() * plan.batches.dtype.itemsize
-    weights = sum(entry.bytes for entry in plan.prepared.entries)
-    return plan.cohort_size * (4 * weights + 100 * example * plan.batches.batch_size)
+    example = sites.batches.pool.x[:1].numel() * sites.batches.dtype.itemsize
+    weights = sum(entry.bytes for entry in sites.prepared.entries)
+    return cohort * (4 * weights + 100 * example * sites.batches.batch_size)
 
 
 def _line(name: str, times: dict[str, float], processes: int) -> str:
@@ -156,32 +166,36 @@ def _line(name: str, times: dict[str, float], processes: int) -> str:
     return f"engine: {how}: {times[name]:.2g} s a round, {others}"
 
 
-def _steps_per_round(plan: Plan) -> int:
-    clients = plan.federation.training_clients[: plan.cohort_size]
+def _steps_per_round(sites: Sites, cohort: int) -> int:
+    clients = sites.batches.pool.clients[:cohort]
+    stages = range(len(sites.method.stages))
+    training = [phase for phase in sites.phases if phase.id.purpose is Purpose.TRAIN]
     return max(
-        sum(plan.num_steps(client, phase) for client in clients for phase in stage) for stage in plan.method.stages
+        sum(sites.num_steps(client, phase) for client in clients for phase in training if phase.id.stage == stage)
+        for stage in stages
     )
 
 
-def _with_own_model(plan: Plan) -> Plan:
-    """The plan with a model to try on: layers may count their calls."""
-    return replace(plan, prepared=replace(plan.prepared, model=copy.deepcopy(plan.prepared.model)))
+def _with_own_model(sites: Sites) -> Sites:
+    """The sites with a model to try on: layers may count their calls."""
+    return replace(sites, prepared=replace(sites.prepared, model=copy.deepcopy(sites.prepared.model)))
 
 
-def _jobs(plan: Plan, clients: int, steps: int) -> Sequence[Job]:
-    phase = plan.method.stages[0][-1]
-    chosen = (UNION,) if phase.union else plan.federation.training_clients[:clients]
-    schema, server = plan.schema(phase), plan.initial()
-    return [
-        Job(client, start_state(plan, schema, server, {}), 0, min(steps, plan.num_steps(client, phase)))
-        for client in chosen
-    ]
+def jobs_to_time(sites: Sites, clients: int, steps: int) -> tuple[PreparedPhase, list[Job]]:
+    """The last phase of a round, and work in it for some clients that take at most so many steps of each pass."""
+    phase = sites.phase(PhaseId(Purpose.TRAIN, 0, len(sites.method.stages[0]) - 1))
+    union = phase.phase.union or sites.method.data == "union"
+    chosen = (UNION,) if union else sites.batches.pool.clients[:clients]
+    start = phase.start(sites.initial(), {}, sites.device)
+    counts = {client: tuple(min(steps, own) for own in sites.steps(client, phase)) for client in chosen}
+    return phase, [Job(client, start, 0, counts[client]) for client in chosen]
 
 
-def _seconds(plan: Plan, engine: Engine, clients: int, steps: int) -> float:
+def _seconds(sites: Sites, engine: Trains, clients: int, steps: int) -> float:
     """Seconds of a step, in a phase of some clients that take some steps."""
-    jobs = _jobs(plan, clients, steps)
+    phase, jobs = jobs_to_time(sites, clients, steps)
+    numbers = sites.numbers(phase.id, 1)
     started = time.perf_counter()
-    for _ in engine.train(plan.method.stages[0][-1], 1, jobs, False):
+    for _ in engine.train(phase, numbers, jobs):
         pass
     return (time.perf_counter() - started) / sum(job.num_steps for job in jobs)

@@ -1,10 +1,17 @@
-"""How many processes play this run, as torchrun tells each of them; torch itself is not needed to know."""
+"""What a run has of this machine: its processes, as torchrun tells each of them, its cores, its device.
+
+Torch is imported late, since the command line asks before it knows that it needs it.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from fednorm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def world_size() -> int:
@@ -21,3 +28,24 @@ def refuse_ranks(what: str) -> None:
     """Refuse what one process does alone."""
     if world_size() > 1:
         raise ConfigError(f"{what} cannot be split over {world_size()} ranks; give torchrun one run at a time")
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_device(name: str) -> torch.device:
+    """The torch device for `auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device '{name}' is not known; give auto, cpu, cuda, cuda:1 or mps") from None
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(device.type, False) or (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise ConfigError(f"device '{name}' is not available on this machine; give auto or cpu")
+    return device

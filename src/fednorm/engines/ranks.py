@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import safetensors.torch
 import torch
@@ -27,13 +27,28 @@ from fednorm.core.method import Method
 from fednorm.core.reductions import Cohort, fold, merging
 from fednorm.core.state import Tree, digest
 from fednorm.data.batches import UNION
-from fednorm.engines.machine import world_size
+from fednorm.engines.machine import find_device, world_size
 from fednorm.errors import ConfigError, FednormError
-from fednorm.halves.state_parcels import pack_states, unpack_states
-from fednorm.running.plan import Plan, find_device
-from fednorm.running.store import Store, encode
+from fednorm.halves.mine import ClientState
+from fednorm.halves.state_bytes import encode, pack_states, unpack_states
 
 T = TypeVar("T")
+
+
+class SharedStore(Protocol):
+    """A run's store, as far as ranks fill and empty it for each other."""
+
+    def facts(self) -> dict[str, Any]: ...
+    def tree(self, name: str) -> Tree: ...
+    def seen(self) -> list[int]: ...
+    def get_many(self, clients: Sequence[int]) -> dict[int, ClientState]: ...
+    def put(self, client: int, state: ClientState) -> None: ...
+    def changed(self) -> dict[int, ClientState]: ...
+    def commit(
+        self, round: int, trees: dict[str, Tree], facts: dict[str, Any], rows: list[dict[str, Any]]
+    ) -> None: ...
+
+
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for another, which may be training, scoring or writing; one that died is noticed at once."""
 _AT_ONCE = 500
@@ -49,11 +64,11 @@ class Alone:
     def check(self, method: Method) -> None:
         """Refuse a method that cannot be played like this."""
 
-    def engine(self, plan: Plan) -> str | None:
+    def engine(self, device: torch.device) -> str | None:
         """The engine that `auto` stands for, where it is not to be found out."""
 
-    def own(self, plan: Plan, clients: Sequence[int]) -> list[int]:
-        """Those of some clients, ascending, that this process owns."""
+    def own(self, population: Sequence[int], clients: Sequence[int]) -> list[int]:
+        """Those of some clients of a population, ascending, that this process owns."""
         return list(clients)
 
     def tell_all(self, work: Callable[[], T]) -> list[T]:
@@ -71,10 +86,10 @@ class Alone:
     def confirm(self, what: str, server: Tree) -> None:
         """Make sure that all processes have the same server state."""
 
-    def hand_out(self, plan: Plan, store: Store) -> None:
+    def hand_out(self, population: Sequence[int], store: SharedStore) -> None:
         """Fill the stores of all processes from that of the first."""
 
-    def collect(self, store: Store) -> None:
+    def collect(self, store: SharedStore) -> None:
         """Bring what clients keep into the first process's store."""
 
 
@@ -95,12 +110,12 @@ class Ranks(Alone):
             return
         raise ConfigError(f"'{method.name}' {why}; run it in one process, without torchrun")
 
-    def engine(self, plan: Plan) -> str | None:
+    def engine(self, device: torch.device) -> str | None:
         # All must take the same, and what one rank measures while others do too says little.
-        return "stacked" if plan.device.type == "cuda" else "sequential"
+        return "stacked" if device.type == "cuda" else "sequential"
 
-    def own(self, plan: Plan, clients: Sequence[int]) -> list[int]:
-        mine = owned(plan.federation.training_clients, self.rank, self.world)
+    def own(self, population: Sequence[int], clients: Sequence[int]) -> list[int]:
+        mine = owned(population, self.rank, self.world)
         return [client for client in clients if (self.first if client == UNION else client in mine)]
 
     def tell_all(self, work: Callable[[], T]) -> list[T]:
@@ -135,7 +150,7 @@ class Ranks(Alone):
                 "write it with `weighted_sum` and `largest`, or run it in one process"
             )
 
-    def hand_out(self, plan: Plan, store: Store) -> None:
+    def hand_out(self, population: Sequence[int], store: SharedStore) -> None:
         facts = self.tell_first(store.facts)
         if not facts:
             return
@@ -144,7 +159,7 @@ class Ranks(Alone):
             part = seen[start : start + _AT_ONCE]
             packed = self._bytes(lambda part=part: pack_states(store.get_many(part)))
             if not self.first:
-                states, mine = unpack_states(packed), self.own(plan, part)
+                states, mine = unpack_states(packed), self.own(population, part)
                 for client in mine:
                     store.put(client, states[client])
                 _flush(store)
@@ -152,7 +167,7 @@ class Ranks(Alone):
         if not self.first:
             store.commit(facts.pop("round"), trees, facts, [])
 
-    def collect(self, store: Store) -> None:
+    def collect(self, store: SharedStore) -> None:
         with _answered():
             packed = b"" if self.first else pack_states(store.changed())
             sizes = [int(size) for size in self._gather_row(torch.tensor([len(packed)]))]
@@ -287,7 +302,7 @@ def _take_gpu(device: str) -> None:
     torch.cuda.set_device(local)
 
 
-def _flush(store: Store) -> None:
+def _flush(store: SharedStore) -> None:
     """Let a store that holds clients alone write them, so that memory does not."""
     store.commit(0, {}, {}, [])
 

@@ -1,23 +1,21 @@
-"""A plan on its way to another process of ours: settings and code by value, data and states in shared memory."""
+"""What our worker processes are sent: settings and code by value, data and states in shared memory."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fednorm.core.method import Method, Phase
+from fednorm.core.method import Method
+from fednorm.core.phases import PhaseId
 from fednorm.core.state import Tree, is_batch_norm
 from fednorm.errors import FednormError
-from fednorm.halves.merging import Schema
-from fednorm.halves.prepared import lr_factors
-from fednorm.running.plan import Plan
+from fednorm.halves.prepared_phase import PreparedPhase, Schema
+from fednorm.halves.site import Sites
 
 _ALIGNMENT = 64  # what torch's own allocator gives: some matrix kernels round differently on other addresses
 
@@ -27,24 +25,14 @@ class CannotSend(FednormError):
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """What a process needs to train clients of a plan; the tensors are in shared memory."""
+class WorkerMessage:
+    """What a process needs to train clients; the tensors are in shared memory."""
 
     packed: bytes
     x: Tensor
     y: Tensor
-    phases: tuple[int, ...]
-    """Places in `plan.phases` of the phases that could be packed."""
-
-
-@dataclass(frozen=True)
-class _Factors:
-    """Factors on the learning rate that were found already."""
-
-    found: Mapping[str, float]
-
-    def __call__(self, model: nn.Module) -> Mapping[str, float]:
-        return self.found
+    phases: tuple[PhaseId, ...]
+    """those that could be sent"""
 
 
 class _ByValue(ForkingPickler):
@@ -54,16 +42,10 @@ class _ByValue(ForkingPickler):
     """
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is MappingProxyType:
-            return _read_only, (dict(value),)
         if type(value) not in (Tensor, nn.Parameter) or value.device.type != "cpu" or value.layout != torch.strided:
             return NotImplemented
         raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return _tensor, (raw, value.dtype, tuple(value.shape), type(value) is nn.Parameter, value.requires_grad)
-
-
-def _read_only(value: dict[Any, Any]) -> MappingProxyType[Any, Any]:
-    return MappingProxyType(value)
 
 
 def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...], is_parameter: bool, learns: bool) -> Tensor:
@@ -99,35 +81,38 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def pack(plan: Plan) -> Parcel:
-    """A plan as a parcel. The data set's memory becomes shared where it lies; nothing is copied."""
-    data = plan.federation
-    phases: dict[int, bytes] = {}
+def to_message(sites: Sites) -> WorkerMessage:
+    """Sites as a message to a process. The data set's memory becomes shared where it lies; nothing is copied.
+
+    Phases go one by one, each ready-made and without what the server does with updates: a user's method may hold
+    functions of a script that another process does not have, and phases it does not concern are still sent.
+    """
+    phases: dict[PhaseId, bytes] = {}
     refusals: list[CannotSend] = []
-    for place, phase in enumerate(plan.phases):
+    for phase in sites.phases:
         try:
-            phases[place] = _pack(_of_client(plan, phase), f"the phase '{phase.name}'")
+            phases[phase.id] = _pack(_of_client(phase), f"the phase '{phase.phase.name}'")
         except CannotSend as refusal:
             refusals.append(refusal)
     if not phases:
         raise refusals[0]
-    nothing = torch.empty(0)
-    hollow = replace(data, x=nothing, y=nothing, test_x=nothing, test_y=nothing, own_test=(), domains={})
-    prepared = replace(plan.prepared, method=Method(name=plan.method.name), initial={}, notes=())
+    pool, nothing = sites.batches.pool, torch.empty(0)
+    prepared = replace(sites.prepared, method=Method(), initial={}, notes=())
     parts = {
-        "config": plan.config,
-        "prepared": prepared,
-        "federation": hollow,
-        "batches": replace(plan.batches, federation=hollow),
-        "task": plan.task,
-        "optimizer": plan.optimizer,
-        "probes": plan.probes,
+        "sites": Sites(
+            prepared=prepared,
+            work=sites.work,
+            device=sites.device,
+            batches=replace(sites.batches, pool=replace(pool, x=nothing, y=nothing)),
+            task=sites.task,
+            probes=sites.probes,
+        ),
         "phases": phases,
         "batch_norms": _batch_norms(prepared.model),
         "default_dtype": torch.get_default_dtype(),
     }
     packed = _pack(parts, "the model" if _refused(prepared) else "the plan")
-    return Parcel(packed, shared(data.x), shared(data.y), tuple(phases))
+    return WorkerMessage(packed, shared(pool.x), shared(pool.y), tuple(phases))
 
 
 def shared(tensor: Tensor) -> Tensor:
@@ -147,41 +132,31 @@ def _refused(value: Any) -> bool:
     return False
 
 
-def _of_client(plan: Plan, phase: Phase) -> Phase:
-    """The client's part of a phase: what the server does with updates stays here."""
-    factors = (_Factors(dict(lr_factors(plan.prepared, phase))),) if phase.rule.lr_factors else ()
-    rule = replace(phase.rule, numbers=dict(phase.rule.numbers), lr_factors=factors)
-    return replace(phase, rule=rule, policy=dict(phase.policy), measures=dict(phase.measures), weigh={}, merge={})
+def _of_client(phase: PreparedPhase) -> PreparedPhase:
+    """The client's part of a phase; factors on the learning rate are found already, whoever found them."""
+    passes = tuple(replace(each, rule=replace(each.rule, lr_factors=())) for each in phase.passes)
+    stripped = replace(phase.phase, weigh={}, merge={}, rule=passes[0].rule, then=())
+    return replace(phase, phase=stripped, passes=passes, initial={})
 
 
 def _batch_norms(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules() if is_batch_norm(module)]
 
 
-def unpack(parcel: Parcel) -> tuple[Plan, dict[int, Phase]]:
-    """The plan and its phases by place, in the process that got the parcel."""
-    parts = load(parcel.packed)
+def from_message(message: WorkerMessage) -> tuple[Sites, dict[PhaseId, PreparedPhase]]:
+    """The sites and their phases, in the process that got the message."""
+    parts = load(message.packed)
     torch.set_default_dtype(parts["default_dtype"])
-    prepared = parts["prepared"]
-    strange = set(parts["batch_norms"]) ^ set(_batch_norms(prepared.model))
+    sites = parts["sites"]
+    strange = set(parts["batch_norms"]) ^ set(_batch_norms(sites.prepared.model))
     if strange:  # it would be trained as another kind of layer, in silence
         raise CannotSend(
             f"'{min(strange)}' was registered as a norm in the running program alone; "
             "register it in the module that defines it"
         )
-    federation = replace(parts["federation"], x=parcel.x, y=parcel.y)
-    plan = Plan(
-        config=parts["config"],
-        method=prepared.method,
-        prepared=prepared,
-        federation=federation,
-        batches=replace(parts["batches"], federation=federation),
-        task=parts["task"],
-        optimizer=parts["optimizer"],
-        device=torch.device("cpu"),
-        probes=parts["probes"],
-    )
-    return plan, {place: load(packed) for place, packed in parts["phases"].items()}
+    pool = replace(sites.batches.pool, x=message.x, y=message.y)
+    sites = replace(sites, batches=replace(sites.batches, pool=pool))
+    return sites, {id: load(packed) for id, packed in parts["phases"].items()}
 
 
 def slot_bytes(schema: Schema) -> int:

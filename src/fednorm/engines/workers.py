@@ -15,7 +15,7 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker, util
@@ -25,56 +25,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednorm.core.method import Phase
-from fednorm.core.state import Policy, Tree
-from fednorm.engines.base import Job, Outcome
+from fednorm.core.phases import PhaseId
+from fednorm.core.report import Report
+from fednorm.core.state import Tree
+from fednorm.engines.base import PlainEngine
+from fednorm.engines.machine import usable_cores
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.engines.worker_messages import CannotSend, Parcel, pack, shared, slot_bytes, slot_views, survives, unpack
+from fednorm.engines.worker_messages import (
+    CannotSend,
+    WorkerMessage,
+    from_message,
+    shared,
+    slot_bytes,
+    slot_views,
+    survives,
+    to_message,
+)
 from fednorm.errors import ConfigError, FednormError
-from fednorm.halves.merging import Update, keys_with
-from fednorm.pieces.weights import Report
-from fednorm.running.plan import Plan
+from fednorm.halves.messages import Update
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.site import Sites
+from fednorm.halves.training import Job, Outcome, Trainer
 
 SLOTS = 2
 """Clients that a worker may have at a time: the one it trains, and the next."""
 
 
-class WorkersEngine:
+class WorkersEngine(PlainEngine):
     """Clients train in processes that start with the first phase and end with the run.
 
     Phases in lock-step, phases that cannot be sent and cohorts of one are trained here, by the same code.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        if plan.device.type != "cpu":
+    def __init__(self, sites: Sites, processes: int) -> None:
+        if sites.device.type != "cpu":
             raise ConfigError(
-                f"engine 'workers' trains on the CPU, but the device is {plan.device}; "
+                f"engine 'workers' trains on the CPU, but the device is {sites.device}; "
                 "give --device cpu, or --engine stacked"
             )
-        self.plan = plan
-        self.processes = count_processes(plan)
-        self._here = SequentialEngine(plan)
+        self.sites = sites
+        self.processes = processes
+        self._here = SequentialEngine(sites)
         self._crew: Crew | None = None
-        self.refused = False
 
-    def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
-        crew = None if phase.lockstep or len(jobs) == 1 or self.refused else self._crew or self._start()
-        place = crew.place(phase) if crew else None
-        if crew is None or place is None:
-            yield from self._here.train(phase, round, jobs, probing)
+    def train(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
+    ) -> Iterator[Outcome]:
+        alone = phase.phase.lockstep or len(jobs) == 1 or self.fell_back
+        crew = None if alone else self._crew or self._start()
+        if crew is None or not crew.knows(phase):
+            yield from self._here.train(phase, numbers, jobs, probing)
             return
         try:
-            yield from crew.train(place, round, jobs, probing)
+            yield from crew.train(phase, numbers, jobs, probing)
         except BaseException:  # also an interrupt, or a caller that listens no more: workers are in the middle of it
             self.close()
             raise
 
     def _start(self) -> Crew | None:
         try:
-            self._crew = Crew(self.plan, self.processes)
+            self._crew = Crew(self.sites, self.processes)
         except CannotSend as refusal:
             print(f"workers engine: {refusal}; using sequential", file=sys.stderr)
-            self.refused = True
+            self.fell_back = True
         return self._crew
 
     def close(self) -> None:
@@ -84,14 +97,9 @@ class WorkersEngine:
             self._crew = None
 
 
-def usable_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def count_processes(plan: Plan) -> int:
-    """As many processes as configured, or one per core; never more than clients in a round."""
-    return max(1, min(plan.config.engine.workers or usable_cores(), plan.cohort_size))
+def count_processes(asked: int | None, cohort: int) -> int:
+    """As many processes as asked for, or one per core; never more than clients in a round."""
+    return max(1, min(asked or usable_cores(), cohort))
 
 
 @dataclass
@@ -103,7 +111,7 @@ class Worker:
     slots: tuple[Tensor, ...]
     clients: deque[tuple[int, int]] = field(default_factory=deque)
     """The clients it has, first the one it works on, each with the number of its slot."""
-    views: dict[tuple[int, int], Tree] = field(default_factory=dict)
+    views: dict[tuple[int, PhaseId], Tree] = field(default_factory=dict)
 
     @property
     def free_slot(self) -> int:
@@ -112,20 +120,19 @@ class Worker:
 
 
 class Crew:
-    """Processes that share a plan."""
+    """Processes that train clients of the same sites."""
 
-    def __init__(self, plan: Plan, count: int) -> None:
-        self.plan = plan
-        parcel = pack(plan)
-        self._schemas = {place: plan.schema(plan.phases[place]) for place in parcel.phases}
+    def __init__(self, sites: Sites, count: int) -> None:
+        message = to_message(sites)
+        self._phases = {id: sites.phase(id) for id in message.phases}
         self._workers: list[Worker] = []
-        size = max(map(slot_bytes, self._schemas.values()))
+        size = max(slot_bytes(phase.schema) for phase in self._phases.values())
         # Runs when the crew is closed, is no longer used or the program ends, and before multiprocessing waits.
         self._end = util.Finalize(self, _end_all, args=(self._workers,), exitpriority=10)
         try:
             for _ in range(count):
                 slots = tuple(shared(torch.zeros(size, dtype=torch.uint8)) for _ in range(SLOTS))
-                self._workers.append(_start(parcel, slots))
+                self._workers.append(_start(message, slots))
             for worker in self._workers:
                 self._receive(worker, "while it started")
         except BaseException:
@@ -136,15 +143,16 @@ class Crew:
     def pids(self) -> list[int]:
         return [worker.process.pid or 0 for worker in self._workers]
 
-    def place(self, phase: Phase) -> int | None:
-        """Where a phase stands in the plan; None if the processes do not have it."""
-        places = (place for place, each in enumerate(self.plan.phases) if each is phase and place in self._schemas)
-        return next(places, None)
+    def knows(self, phase: PreparedPhase) -> bool:
+        """Whether the processes have a phase."""
+        return phase.id in self._phases
 
     def close(self) -> None:
         self._end()
 
-    def train(self, place: int, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
+    def train(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
+    ) -> Iterator[Outcome]:
         """Each worker takes the next client when it is done with one; the longest work goes first, to end together."""
         waiting = deque(sorted(jobs, key=lambda job: -job.num_steps))
 
@@ -153,31 +161,33 @@ class Crew:
             while waiting and (
                 not worker.clients or (len(worker.clients) < SLOTS and len(waiting) > len(self._workers))
             ):
-                self._send(worker, place, round, waiting.popleft(), probing)
+                self._send(worker, phase, numbers, waiting.popleft(), probing)
 
         for worker in self._workers[: len(jobs)]:
-            self._send(worker, place, round, waiting.popleft(), probing)
+            self._send(worker, phase, numbers, waiting.popleft(), probing)
         for worker in self._workers:
             supply(worker)
         while busy := {worker.pipe: worker for worker in self._workers if worker.clients}:
             ready = connection.wait(list(busy))
             for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
                 client, slot = worker.clients[0]
-                told = self._receive(worker, f"in round {round} with client {client}")
-                done = self._collect(worker, slot, place, told)
+                told = self._receive(worker, f"with client {client}")
+                done = self._collect(worker, slot, phase, told)
                 worker.clients.popleft()
                 supply(worker)
                 yield done
 
-    def _send(self, worker: Worker, place: int, round: int, job: Job, probing: bool) -> None:
+    def _send(
+        self, worker: Worker, phase: PreparedPhase, numbers: Mapping[str, float], job: Job, probing: bool
+    ) -> None:
         slot = worker.free_slot
-        for key, view in self._slot(worker, slot, place).items():
+        for key, view in self._slot(worker, slot, phase).items():
             view.copy_(job.start[key])
         worker.clients.append((job.client, slot))
         try:
-            worker.pipe.send((slot, place, round, job.client, job.first_batch, job.num_steps, probing))
+            worker.pipe.send((slot, phase.id, dict(numbers), job.client, job.first_batch, job.steps, probing))
         except OSError:
-            raise _lost(worker, f"before round {round}, client {job.client}") from None
+            raise _lost(worker, f"before client {job.client}") from None
 
     def _receive(self, worker: Worker, when: str) -> Any:
         try:
@@ -188,20 +198,18 @@ class Crew:
             raise told
         return told
 
-    def _collect(self, worker: Worker, slot: int, place: int, told: tuple[Report, dict[str, float]]) -> Outcome:
-        report, seen = told
-        views = self._slot(worker, slot, place)
+    def _collect(
+        self, worker: Worker, slot: int, phase: PreparedPhase, told: tuple[Report, dict[str, float]]
+    ) -> Outcome:
+        report, probed = told
+        parts = phase.split(self._slot(worker, slot, phase))  # views of what the next client will overwrite
+        sent, told_of, kept = ({key: view.clone() for key, view in part.items()} for part in parts)
+        return Outcome(Update(report, sent, told_of, probed), kept)
 
-        def copies(policy: Policy) -> Tree:
-            return {key: views[key].clone() for key in keys_with(self._schemas[place], policy)}
-
-        update = Update(report, shared=copies(Policy.SHARED), reported=copies(Policy.REPORTED))
-        return Outcome(update, kept=copies(Policy.LOCAL), seen=seen)
-
-    def _slot(self, worker: Worker, slot: int, place: int) -> Tree:
-        if (slot, place) not in worker.views:
-            worker.views[slot, place] = slot_views(worker.slots[slot], self._schemas[place])
-        return worker.views[slot, place]
+    def _slot(self, worker: Worker, slot: int, phase: PreparedPhase) -> Tree:
+        if (slot, phase.id) not in worker.views:
+            worker.views[slot, phase.id] = slot_views(worker.slots[slot], phase.schema)
+        return worker.views[slot, phase.id]
 
 
 def _lost(worker: Worker, when: str) -> FednormError:
@@ -213,11 +221,11 @@ def _lost(worker: Worker, when: str) -> FednormError:
     )
 
 
-def _start(parcel: Parcel, slots: tuple[Tensor, ...]) -> Worker:
+def _start(message: WorkerMessage, slots: tuple[Tensor, ...]) -> Worker:
     # A fresh interpreter: a fork of a process that has used torch's threads may hang.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, parcel, slots), name="fednorm worker", daemon=True)
+    process = context.Process(target=_serve, args=(theirs, message, slots), name="fednorm worker", daemon=True)
     resource_tracker.ensure_running()  # which would undo the block below if the first process started it
     # The block is inherited: signals to a terminal's whole group are for the parent, which ends its workers itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -251,30 +259,29 @@ def _end_all(workers: list[Worker]) -> None:
     workers.clear()
 
 
-def _serve(pipe: connection.Connection, parcel: Parcel, slots: tuple[Tensor, ...]) -> None:
+def _serve(pipe: connection.Connection, message: WorkerMessage, slots: tuple[Tensor, ...]) -> None:
     """The life of a worker process."""
     _die_with_parent()
     torch.set_num_threads(1)
     try:
-        plan, phases = unpack(parcel)
+        sites, phases = from_message(message)
     except Exception as error:  # an import that fails here, say
         known = isinstance(error, CannotSend)
         pipe.send(error if known else CannotSend(f"the plan cannot be rebuilt in another process ({error})"))
         return
     pipe.send("ready")
-    engine = SequentialEngine(plan)
-    schemas = {place: plan.schema(phase) for place, phase in phases.items()}
-    views = [{place: slot_views(slot, schema) for place, schema in schemas.items()} for slot in slots]
+    trainer = Trainer(sites)
+    views = [{id: slot_views(slot, phase.schema) for id, phase in phases.items()} for slot in slots]
     while True:
         try:
-            slot, place, round, client, first_batch, num_steps, probing = pipe.recv()
+            slot, id, numbers, client, first_batch, steps, probing = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            job = Job(client, views[slot][place], first_batch, num_steps)
-            (done,) = engine.train(phases[place], round, [job], probing)
-            _write(views[slot][place], done)
-            pipe.send((done.update.report, dict(done.seen)))
+            job = Job(client, views[slot][id], first_batch, steps)
+            (done,) = trainer.train(phases[id], numbers, [job], probing)
+            _write(views[slot][id], done)
+            pipe.send((done.update.report, dict(done.update.probed)))
         except Exception as error:
             pipe.send(_portable(error, client))
 

@@ -25,19 +25,6 @@ DOWN = (Policy.SHARED, Policy.FROZEN)
 """Policies of entries a client is sent."""
 
 
-@dataclass(frozen=True)
-class Update:
-    """All that a client sends: its report, the entries to merge, and those the server keeps per client."""
-
-    report: Report
-    shared: Tree
-    reported: Tree = field(default_factory=dict)
-
-    @property
-    def client(self) -> int:
-        return self.report.client
-
-
 def keys_with(schema: Schema, *policies: Policy) -> list[str]:
     """Keys of the entries that have one of the policies."""
     return [key for key, (_, policy) in schema.items() if policy in policies]
@@ -74,17 +61,20 @@ KEPT_SIZE = 1 << 20
 def flaws(updates: Sequence[Update], schema: Schema, stacks: Stacks | None = None) -> list[str | None]:
     """The `flaw` of each update; one question to the device for all, where all is well."""
     expected = {key: schema[key][0] for key in keys_with(schema, Policy.SHARED)}
-    found = [_misfit(update, expected) for update in updates]
+    told = {key: schema[key][0] for key in keys_with(schema, Policy.REPORTED)}
+    found = [_misfit(update, update.shared, expected) or _misfit(update, update.reported, told) for update in updates]
+    if told:
+        found = [why or _ailment(update.reported, told) for update, why in zip(updates, found, strict=True)]
     if not any(found) and (not updates or _all_healthy(stacks or Stacks(updates), expected)):
         return found
     return [why or _ailment(update.shared, expected) for update, why in zip(updates, found, strict=True)]
 
 
-def _misfit(update: Update, expected: Mapping[str, Entry]) -> str | None:
+def _misfit(update: Update, tree: Tree, expected: Mapping[str, Entry]) -> str | None:
     """What is wrong with an update before one looks at its values."""
-    for key in sorted(expected.keys() ^ update.shared.keys()):
+    for key in sorted(expected.keys() ^ tree.keys()):
         return f"'{key}' is {'missing' if key in expected else 'not expected'}"
-    for key, tensor in update.shared.items():
+    for key, tensor in tree.items():
         entry = expected[key]
         if tensor.shape != entry.shape:
             return f"'{key}' has shape {tuple(tensor.shape)}, expected {entry.shape}"
@@ -101,7 +91,7 @@ def _all_healthy(stacks: Stacks, entries: Mapping[str, Entry]) -> bool:
     A number that is not finite makes a sum so. The sum of good ones may overflow: then each tensor must be asked.
     """
     sums = [stacks[key].sum().to(torch.float64) for key, entry in entries.items() if entry.dtype.is_floating_point]
-    least = [stacks[key].amin().to(torch.float64) for key, entry in entries.items() if _must_not_be_negative(entry)]
+    least = [stacks[key].amin().to(torch.float64) for key, entry in entries.items() if cannot_be_negative(entry)]
     told = torch.stack(sums + least).tolist() if sums or least else []
     return all(map(math.isfinite, told)) and all(value >= 0 for value in told[len(sums) :])
 
@@ -111,7 +101,7 @@ def _ailment(tree: Tree, entries: Mapping[str, Entry]) -> str | None:
     for key, tensor in tree.items():
         if not bool(torch.isfinite(tensor).all()):
             return f"'{key}' is not finite"
-        if _must_not_be_negative(entries[key]) and not bool((tensor >= 0).all()):
+        if cannot_be_negative(entries[key]) and not bool((tensor >= 0).all()):
             return f"'{key}' is negative"
     return None
 
@@ -124,7 +114,8 @@ def not_finite(tree: Tree) -> str | None:
     return next((key for key, tensor in floats.items() if not bool(tensor.isfinite().all())), None)
 
 
-def _must_not_be_negative(entry: Entry) -> bool:
+def cannot_be_negative(entry: Entry) -> bool:
+    """Whether an entry is a variance, a standard deviation or a counter."""
     spreads = entry.kind is Kind.STATISTIC and entry.part in ("running_var", "running_std")
     return spreads or entry.kind is Kind.COUNTER
 
@@ -168,15 +159,15 @@ def merge_stack(
     ones: what one rule merges together lies together.
     """
     merged, remembered = dict(server), dict(memory)
-    kinds: dict[Kind, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+    kinds: dict[Kind | str, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for key in shared:
         entry = schema[key][0]
-        kinds[entry.kind][entry.layer].append(entry)
+        kinds[entry.extra or entry.kind][entry.layer].append(entry)
     held, whole = _by_place(memory), cohort()
     common: dict[Weigh, Tensor] = {}  # weights that do not look at what was sent are the same for all kinds
     alike: dict[tuple[Merge, Weigh, torch.dtype], list[Entry]] = defaultdict(list)
     for kind, layers in kinds.items():
-        rule, weigh = phase.merge[kind], phase.weigh[kind]
+        rule, weigh = (table.get(kind, table[Kind.EXTRA]) for table in (phase.merge, phase.weigh))
         sent = _Lazy(layers, lambda layer, of=layers: {e.part: whole.gathered(shared[e.key]) for e in of[layer]})
         weights = common[weigh] if weigh in common else whole.own(weigh(reports, sent))
         if not sent.asked:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import nn
 
-from fednorm.core.method import Facts, Method, Phase
+from fednorm.core.method import Facts, Method, Phase, Rule
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
 from fednorm.errors import ConfigError
@@ -34,10 +35,18 @@ class Prepared:
     def entries(self) -> Iterable[Entry]:
         return self.facts.entries.values()
 
-    def trained(self, phase: Phase) -> list[Entry]:
-        """The entries that get gradients in a phase."""
-        held = Kind.AFFINE in phase.rule.hold
-        return [e for e in self.entries if e.trainable and not (held and e.kind is Kind.AFFINE and e.batch_norm)]
+    def trained(self, rule: Rule) -> list[Entry]:
+        """The entries that get gradients under a rule."""
+        held = Kind.AFFINE in rule.hold
+        chosen = {"all": lambda key: True, "head": self.facts.head.__contains__, "body": self._is_body}[rule.trains]
+        return [
+            entry
+            for entry in self.entries
+            if entry.trainable and chosen(entry.key) and not (held and entry.kind is Kind.AFFINE and entry.batch_norm)
+        ]
+
+    def _is_body(self, key: str) -> bool:
+        return key not in self.facts.head
 
     @property
     def vectors(self) -> frozenset[str]:
@@ -51,14 +60,29 @@ class Prepared:
         return any(len(list(each())) < len(list(each(remove_duplicate=False))) for each in names)
 
     def schema(self, phase: Phase, optimizer: Optimizer | None = None) -> dict[str, tuple[Entry, Policy]]:
-        """Entry and policy by key, optimizer buffers included."""
-        listing = [*self.entries, *(optimizer.entries(self.trained(phase)) if optimizer else ())]
+        """Entry and policy by key, with the optimizer's buffers and the extras that the phase knows."""
+        found = {entry.key: entry for each in phase.passes for entry in self.trained(each.rule)}
+        trained = [entry for entry in self.entries if entry.key in found]
+        extras = [
+            Entry(f"{name}:{e.key}", Kind.EXTRA, e.layer, e.part, False, e.shape, e.dtype, extra=name)
+            for name in self.method.extras
+            if name in phase.policy
+            for e in trained
+        ]
+        listing = [*self.entries, *(optimizer.entries(trained) if optimizer else ()), *extras]
         return {entry.key: (entry, phase.policy_of(entry)) for entry in listing}
 
 
-def prepare(model: nn.Module, method: Method, *, allow_noop: bool = False, name: str = "the model") -> Prepared:
-    """Apply a method's surgery to a copy of the model and list the result."""
-    model = copy.deepcopy(model)
+def prepare(
+    model: nn.Module,
+    method: Method,
+    *,
+    allow_noop: bool = False,
+    name: str = "the model",
+    dtype: torch.dtype | None = None,
+) -> Prepared:
+    """Apply a method's surgery to a copy of the model, on the host and in this type of number, and list the result."""
+    model = copy.deepcopy(model).to("cpu", dtype)
     notes: list[str] = []
     for part, surgery in method.surgery:
         model, report = surgery(model)
@@ -113,10 +137,10 @@ def _head(model: nn.Module, listing: Iterable[Entry]) -> frozenset[str]:
     return frozenset()
 
 
-def lr_factors(prepared: Prepared, phase: Phase) -> Mapping[str, float]:
+def lr_factors(prepared: Prepared, rule: Rule) -> Mapping[str, float]:
     """Factors on the learning rate by key; two rules that name the same key multiply."""
     factors: dict[str, float] = {}
-    for scale in phase.rule.lr_factors:
+    for scale in rule.lr_factors:
         for key, factor in scale(prepared.model).items():
             factors[key] = factors.get(key, 1.0) * factor
     return factors

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import ceil
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from fednorm.core.state import Tree
 from fednorm.errors import CheckpointError, ConfigError
+from fednorm.halves.mine import ClientState
 
 RecordLayout = tuple[tuple[str, str, tuple[int, ...]], ...]
 """(key, type, shape) of the entries, in the order of their bytes."""
@@ -123,3 +125,45 @@ def _bytes_in_file(row: int, page: int) -> float:
         pages = ceil((row - first) / chained)
     cell = first + 8 + 4 * (pages > 0)
     return pages * page + page / max(1, (page - 8) // cell)
+
+
+_CONTENTS = 8
+"""Bytes that say how long the list of contents is."""
+
+
+def pack_states(states: Mapping[int, ClientState]) -> bytes:
+    """Some clients' states: a list of contents, then the records end to end.
+
+    >>> unpack_states(pack_states({3: ClientState(7)}))
+    {3: ClientState(steps=7, tree={})}
+    """
+    layouts = {client: layout_of(state.tree) for client, state in states.items()}
+    known = {layout: number for number, layout in enumerate(dict.fromkeys(layouts.values()))}
+    records = [to_record(state.steps, state.tree, layouts[client]) for client, state in states.items()]
+    contents = {
+        "layouts": [layout_to_text(layout) for layout in known],
+        "clients": [
+            [client, known[layouts[client]], len(record)] for client, record in zip(states, records, strict=True)
+        ],
+    }
+    text = json.dumps(contents).encode()
+    return b"".join([len(text).to_bytes(_CONTENTS, "little"), text, *records])
+
+
+def unpack_states(data: bytes) -> dict[int, ClientState]:
+    """The states again, in the order they were packed."""
+    start = _CONTENTS + int.from_bytes(data[:_CONTENTS], "little")
+    contents = json.loads(data[_CONTENTS:start])
+    layouts = [layout_from_text(text) for text in contents["layouts"]]
+    states: dict[int, ClientState] = {}
+    for client, layout, size in contents["clients"]:
+        states[client] = ClientState(*from_record(layouts[layout], data[start : start + size]))
+        start += size
+    return states
+
+
+def encode(tree: Tree) -> bytes:
+    """A tree as safetensors bytes; entries that share memory are written each for itself."""
+    return safetensors.torch.save(
+        {key: value.detach().to("cpu", copy=True).contiguous() for key, value in tree.items()}
+    )

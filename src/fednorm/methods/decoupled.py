@@ -6,7 +6,7 @@ from fednorm.core.claims import SWITCH
 from fednorm.core.method import Method, Part, Phase
 from fednorm.core.registry import register
 from fednorm.core.state import Kind, Policy
-from fednorm.core.step import observe_step
+from fednorm.core.step import ObserveStep
 from fednorm.pieces.changes import policy_claims
 
 
@@ -17,7 +17,7 @@ def two_exchanges(phase: Phase) -> tuple[Phase, Phase]:
     held = {**phase.policy, Kind.STATISTIC: Policy.FROZEN, Kind.COUNTER: Policy.FROZEN}
     rule = replace(phase.rule, hold=phase.rule.hold | {Kind.STATISTIC})
     return (
-        replace(phase, name="statistics", step=observe_step, policy=statistics, consumes_batches=False),
+        replace(phase, name="statistics", step=ObserveStep(), policy=statistics, consumes_batches=False),
         replace(phase, policy=held, rule=rule),
     )
 

@@ -10,7 +10,7 @@ from fednorm.core.state import Kind, Policy
 from fednorm.layers.static_bn import static_batch_norm
 from fednorm.pieces.changes import chain, keep, merge_by, operate, policy_claims, weigh_by
 from fednorm.pieces.merges import pooled as pooled_merge
-from fednorm.pieces.moments import moments_step
+from fednorm.pieces.moments import TakeMoments
 from fednorm.pieces.weights import Weigh, by_divergence, by_size, uniform
 
 _MERGE = frozenset({MERGE_STATISTICS})
@@ -45,7 +45,7 @@ def query(mode: Literal["ema", "cumulative", "pooled"]) -> Phase:
     merge = {kind: pooled_merge if kind is Kind.STATISTIC else rule for kind, rule in Phase().merge.items()}
     return Phase(
         name="statistics",
-        step=moments_step(mode),
+        step=TakeMoments(mode),
         policy=_QUERY,
         merge=merge,
         work="epoch",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from fednorm.core.method import Change, Method, Rule, Scale, Term, Transform
+from fednorm.core.method import Change, Method, Rule, Scale, Penalty, Transform
 from fednorm.core.state import Kind, Policy
 from fednorm.pieces.merges import Merge
 from fednorm.pieces.surgery import Surgery
@@ -54,7 +54,7 @@ def operate(*surgeries: Surgery) -> Change:
     return lambda method: replace(method, surgery=(*method.surgery, *(("", each) for each in surgeries)))
 
 
-def add_loss(term: Term, **numbers: float) -> Change:
+def add_loss(term: Penalty, **numbers: float) -> Change:
     """Add a term to every local loss; losses of several parts sum."""
 
     def change(rule: Rule) -> Rule:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fednorm.core.method import Facts, Numbers
 from fednorm.core.state import Tree
+from fednorm.core.step import Carry
 
 
 def unit_norms(tensor: Tensor) -> Tensor:
@@ -19,7 +20,7 @@ def unit_norms(tensor: Tensor) -> Tensor:
     return torch.sqrt(tensor.square().sum(axes, keepdim=True)) if axes else tensor.abs()
 
 
-def agc(grads: Tree, params: Tree, numbers: Numbers, facts: Facts) -> Tree:
+def agc(grads: Tree, carry: Carry, numbers: Numbers, facts: Facts) -> Tree:
     """Adaptive gradient clipping: ||g|| <= clip * max(||w||, 1e-3) for each unit (Brock et al. 2021b).
 
     The last linear layer is left alone, as its authors advise.
@@ -30,14 +31,14 @@ def agc(grads: Tree, params: Tree, numbers: Numbers, facts: Facts) -> Tree:
         grad = grads[key]
         if key in facts.head:
             return grad
-        bound = clip * unit_norms(params[key]).clamp(min=1e-3)
+        bound = clip * unit_norms(carry.params[key]).clamp(min=1e-3)
         norm = unit_norms(grad)
         return torch.where(norm > bound, grad * (bound / norm.clamp(min=1e-12)), grad)
 
     return {key: clipped(key) for key in grads}
 
 
-def clip_norm(grads: Tree, params: Tree, numbers: Numbers, facts: Facts) -> Tree:
+def clip_norm(grads: Tree, carry: Carry, numbers: Numbers, facts: Facts) -> Tree:
     """Scale the whole gradient down to norm `clip.norm` where it is longer (as torch's clip_grad_norm_)."""
     total = torch.sqrt(torch.stack([grad.square().sum() for grad in grads.values()]).sum())
     factor = (numbers["clip.norm"] / (total + 1e-6)).clamp(max=1.0)

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from fednorm.core.method import Numbers
-from fednorm.core.state import Tree
+from fednorm.core.step import Carry
 
 
-def proximal(params: Tree, anchor: Tree, numbers: Numbers) -> Tensor:
+def proximal(carry: Carry, numbers: Numbers) -> Tensor:
     """(mu / 2) * sum ||w - w_t||^2 over all trained tensors (FedProx)."""
-    squares = [(params[key] - anchor[key]).square().sum() for key in params]
+    squares = [(value - carry.anchor[key]).square().sum() for key, value in carry.params.items()]
     return numbers["prox.mu"] / 2 * torch.stack(squares).sum()
 
 
-def distance(params: Tree, anchor: Tree, numbers: Numbers) -> Tensor:
+def distance(carry: Carry, numbers: Numbers) -> Tensor:
     """(mu / 2) * ||w - w_t||, without the square: what FedBN's code does for Office and DomainNet.
 
     Its gradient at w = w_t is taken as zero.
     """
-    gap = torch.cat([(params[key] - anchor[key]).flatten() for key in params])
+    gap = torch.cat([(value - carry.anchor[key]).flatten() for key, value in carry.params.items()])
     return numbers["prox.mu"] / 2 * torch.linalg.vector_norm(gap)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fednorm.core.state import Tree, is_batch_norm
-from fednorm.core.step import Step, StepMaker, StepOut, StepSpec, forward
+from fednorm.core.step import Batch, Carry, Seen, Step, StepSpec, forward
 from fednorm.layers.batch_stats import moments
 
 if TYPE_CHECKING:
@@ -43,29 +43,29 @@ def inputs_of_norms(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
-def moments_step(mode: Mode) -> StepMaker:
+@dataclass(frozen=True)
+class TakeMoments:
     """A step that takes the batch norms' statistics anew from the batches it is shown, in training mode, from scratch.
 
     Layers below use the statistics of the batch, so those of deeper layers depend on how batches are composed.
     """
-    return partial(_moments_step, mode)
 
+    mode: Mode
 
-def _moments_step(mode: Mode, spec: StepSpec) -> Step:
-    def step(
-        params: Tree, rest: Tree, buffers: Tree, anchor: Tree, x: Tensor, y: Tensor, key: Tensor, numbers: Numbers
-    ) -> StepOut:
-        before = buffers.get(_COUNT, torch.zeros((), dtype=torch.float64, device=x.device))
-        # The layers move their own running statistics in place; here that must not happen to ours.
-        scratch = {name: value.clone() for name, value in rest.items()}
-        with torch.no_grad(), inputs_of_norms(spec.model) as seen:
-            loss = spec.task.loss(forward(spec, params | scratch, x, key), y)
-        new = dict(rest)
-        for layer, inputs in seen.items():
-            _take(new, layer, inputs, spec.model.get_submodule(layer), before, len(x), mode)
-        return StepOut(params, new, {**buffers, _COUNT: before + len(x)}, loss, {})
+    def __call__(self, spec: StepSpec) -> Step:
+        def step(carry: Carry, batch: Batch, numbers: Numbers) -> tuple[Carry, Seen]:
+            before = carry.extras.get(_COUNT, torch.zeros((), dtype=torch.float64, device=batch.x.device))
+            # The layers move their own running statistics in place; here that must not happen to ours.
+            scratch = {name: value.clone() for name, value in carry.state.items()}
+            with torch.no_grad(), inputs_of_norms(spec.model) as seen:
+                loss = spec.task.loss(forward(spec, carry.params | scratch, batch.x, batch.key), batch.y)
+            new = dict(carry.state)
+            for layer, inputs in seen.items():
+                _take(new, layer, inputs, spec.model.get_submodule(layer), before, len(batch.x), self.mode)
+            extras = {**carry.extras, _COUNT: before + len(batch.x)}
+            return carry._replace(state=new, extras=extras), Seen(loss, {})
 
-    return step
+        return step
 
 
 def std_eps(module: nn.Module) -> float:

@@ -200,20 +200,6 @@ def with_weights(method: Method, weights: str) -> Method:
     return method.map_phases(change)
 
 
-def find_device(name: str) -> torch.device:
-    """The torch device for `auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device '{name}' is not known; give auto, cpu, cuda, cuda:1 or mps") from None
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not available.get(device.type, False) or (device.index or 0) >= max(1, torch.cuda.device_count()):
-        raise ConfigError(f"device '{name}' is not available on this machine; give auto or cpu")
-    return device
-
-
 def build_federation(config: RunConfig) -> Federation:
     """The federation the config's data section describes."""
     data = config.data

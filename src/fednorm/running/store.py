@@ -12,7 +12,6 @@ import sqlite3
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,10 @@ from safetensors import SafetensorError
 
 from fednorm.core.state import Tree, tree_bytes
 from fednorm.errors import CheckpointError, DiskError
+from fednorm.halves.mine import ClientState
 from fednorm.halves.state_bytes import (
     RecordLayout,
+    encode,
     from_record,
     layout_from_text,
     layout_of,
@@ -56,14 +57,6 @@ _TENSOR_BYTES = 600
 """About what a tensor costs beside its numbers."""
 _ROW_BYTES = 24
 """About what a client's row holds beside its record: id, layout, digest and the row's own header."""
-
-
-@dataclass(frozen=True)
-class ClientState:
-    """What a client keeps: how many batches of its life it has used, and its local entries."""
-
-    steps: int = 0
-    tree: Tree = field(default_factory=dict)
 
 
 class Store:
@@ -291,13 +284,6 @@ class Store:
             for number, text, digest in self._db.execute("SELECT round, row, digest FROM rounds ORDER BY round"):
                 _check(text, digest, f"round {number}")
                 yield json.loads(text)
-
-
-def encode(tree: Tree) -> bytes:
-    """A tree as safetensors bytes; entries that share memory are written each for itself."""
-    return safetensors.torch.save(
-        {key: value.detach().to("cpu", copy=True).contiguous() for key, value in tree.items()}
-    )
 
 
 def _parts(clients: Sequence[int]) -> Iterator[Sequence[int]]:

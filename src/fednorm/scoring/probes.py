@@ -2,56 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from fednorm.core.method import Facts
 from fednorm.core.state import Kind, Tree
+from fednorm.core.step import Carry, Probe
 from fednorm.errors import unknown
-
-See = Callable[[Tree, Tree, Tree, Tree, Tree, Facts], Tensor]
-"""(gradients, parameters before, after, as broadcast, rest of the state, facts) -> a scalar."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A quantity to look at."""
-
-    name: str
-    summary: str
-    see: See
-
 
 def _norm(tree: Tree) -> Tensor:
     return torch.sqrt(torch.stack([value.square().sum() for value in tree.values()]).sum())
 
 
-def _grad_norm(grads: Tree, params: Tree, new: Tree, anchor: Tree, rest: Tree, facts: Facts) -> Tensor:
+def _grad_norm(grads: Tree, before: Carry, after: Carry, facts: Facts) -> Tensor:
     return _norm(grads)
 
 
-def _drift(grads: Tree, params: Tree, new: Tree, anchor: Tree, rest: Tree, facts: Facts) -> Tensor:
-    return _norm({key: new[key] - anchor[key] for key in new})
+def _drift(grads: Tree, before: Carry, after: Carry, facts: Facts) -> Tensor:
+    return _norm({key: after.params[key] - after.anchor[key] for key in after.params})
 
 
-def _mean_of(rest: Tree, facts: Facts, part: str) -> Tensor:
+def _mean_of(state: Tree, facts: Facts, part: str) -> Tensor:
     chosen = [
         value.flatten()
-        for key, value in rest.items()
+        for key, value in state.items()
         if key in facts.entries and facts.entries[key].kind is Kind.STATISTIC and facts.entries[key].part == part
     ]
     return torch.cat(chosen).mean() if chosen else torch.zeros(())
 
 
-def _running_mean(grads: Tree, params: Tree, new: Tree, anchor: Tree, rest: Tree, facts: Facts) -> Tensor:
-    return _mean_of(rest, facts, "running_mean")
+def _running_mean(grads: Tree, before: Carry, after: Carry, facts: Facts) -> Tensor:
+    return _mean_of(after.state, facts, "running_mean")
 
 
-def _running_var(grads: Tree, params: Tree, new: Tree, anchor: Tree, rest: Tree, facts: Facts) -> Tensor:
-    return _mean_of(rest, facts, "running_var")
+def _running_var(grads: Tree, before: Carry, after: Carry, facts: Facts) -> Tensor:
+    return _mean_of(after.state, facts, "running_var")
 
 
 PROBES = {

@@ -4,40 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fednorm.core.task import Sums, Task
 from fednorm.errors import unknown
-
-Sums = dict[str, Tensor]
-"""Float64 sums over examples; two sums add, so clients and batches can be joined in any grouping."""
-
-
-class Task(Protocol):
-    """Loss and scores of a kind of problem."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def metric(self) -> str:
-        """The headline number of `summary`, between 0 and 100."""
-        ...
-
-    def loss(self, output: Any, y: Tensor) -> Tensor:
-        """Mean loss over the batch."""
-        ...
-
-    def score(self, output: Any, y: Tensor) -> Sums:
-        """Sums that `summary` turns into numbers."""
-        ...
-
-    def summary(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Numbers for people."""
-        ...
-
 
 @dataclass(frozen=True)
 class Classification:

@@ -13,12 +13,12 @@ _CODES = {"crop": 0, "window": 0, "flip": 1, "rotate": 2}
 """What the kernel does for a step of an augmentation."""
 
 
-class Pool:
+class Gather:
     """The examples of some runs, from which stacked batches are gathered."""
 
     def __init__(self, batches: Batches, channels_last: bool) -> None:
         self._batches = batches
-        data = batches.federation
+        data = batches.pool
         batches.inputs(data.x[:1])  # makes what it keeps at hand before anything is traced
         chain = parse(batches.augmentation)
         images = data.x.dtype is torch.uint8 and data.x.dim() == 4 and data.y.dim() == 1
@@ -38,6 +38,6 @@ class Pool:
         """(x, y) of stacked batches: `Batches.gather`, or its equal in one launch."""
         if not self._fits:
             return self._batches.gather(rows, drawn)
-        data = self._batches.federation
+        data = self._batches.pool
         x = ops.images(data.x, rows, drawn, self._plan, self._scale, self._size)
         return x.to(self._batches.dtype), data.y[rows]

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
+from torch.func import grad_and_value
 
-from fednorm.core.method import Phase
 from fednorm.core.optim import joined
 from fednorm.core.reductions import merging
+from fednorm.core.report import Reports
 from fednorm.core.state import Policy, Tree
-from fednorm.core.step import Step, training_mode
+from fednorm.core.step import Batch, Carry, Step, training_mode
 from fednorm.data.batches import Batches
-from fednorm.engines.base import Source, mapped_spec, parts_of, source_of
-from fednorm.engines.stack.gather import Pool
+from fednorm.engines.stack.gather import Gather
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned
-from fednorm.halves.merging import keys_with, merge_stack
-from fednorm.pieces.weights import Reports
-from fednorm.running.plan import Plan
+from fednorm.halves.merging import cannot_be_negative, merge_stack
+from fednorm.halves.prepared_phase import CARRIED, PreparedPhase, Source, source_of
+from fednorm.halves.site import Sites
 
 LOSSES = ("all", "last_epoch", "last_batch")
-PARTS = ("params", "rest", "buffers")
-"""A client's state as a step takes it: what is trained, the rest of the model's, and the optimizer's."""
+FINE, NOT_FINITE, NEGATIVE = 1.0, 0.0, -1.0
+"""What the log says of a client's numbers."""
 _WORTH_A_LINE = 3.0
 """Seconds of making a program ready that are told; compiled kernels are kept on disk, so the next run is quicker."""
 MOST_IN_ONE = 2
@@ -75,15 +75,16 @@ class PhaseProgram:
     """
 
     def __init__(
-        self, plan: Plan, phase: Phase, common: Tree, layouts: Mapping[str, RowMatrix], batches: Batches,
-        *, runs: int, clients: int, steps: int, batch_size: int, log_rows: int, memory: frozenset[str],
-        keep: bool,
+        self, sites: Sites, phase: PreparedPhase, common: Tree, layouts: Mapping[str, RowMatrix], batches: Batches,
+        *, numbers: Sequence[str], runs: int, clients: int, steps: int, batch_size: int, log_rows: int,
+        memory: frozenset[str], keep: bool,
     ) -> None:  # fmt: skip
-        self.plan, self.phase = plan, phase
+        self.sites, self.phase = sites, phase
+        (self._pass,) = phase.passes
         self.runs, self.clients, self.steps, self.log_rows = runs, clients, steps, log_rows
         self.batch_size = batch_size
-        self.schema = plan.schema(phase)
-        self.numbers = list(plan.numbers(phase, 1))
+        self.schema = phase.schema
+        self.numbers = numbers
         self.turn = 0
         self.memory, self.keep = memory, keep
         self.remembered: Tree = {}
@@ -92,24 +93,25 @@ class PhaseProgram:
         rows = self.rows = runs * clients
         message = self._shapes(batches)
         sizes = [prod(shape) for shape in message.values()]
-        self._inbox = torch.zeros(sum(sizes), dtype=torch.int64, device=plan.device)
+        self._inbox = torch.zeros(sum(sizes), dtype=torch.int64, device=sites.device)
         self._message = {
             name: (part.view(torch.float64) if name == "numbers" else part).view(shape)
             for (name, shape), part in zip(message.items(), self._inbox.split(sizes), strict=True)
         }
-        width = len(LOSSES) + len(phase.measures) + 1
+        width = len(LOSSES) + len(phase.phase.measures) + 1
         self._own: Tree = {
-            "step": torch.zeros(1, dtype=torch.int64, device=plan.device),
-            "slot": torch.zeros(1, dtype=torch.int64, device=plan.device),
-            "losses": torch.zeros(steps, rows, dtype=torch.float64, device=plan.device),
-            "log": torch.zeros(log_rows, width, rows, dtype=torch.float64, device=plan.device),
+            "step": torch.zeros(1, dtype=torch.int64, device=sites.device),
+            "slot": torch.zeros(1, dtype=torch.int64, device=sites.device),
+            "losses": torch.zeros(steps, rows, dtype=torch.float64, device=sites.device),
+            "log": torch.zeros(log_rows, width, rows, dtype=torch.float64, device=sites.device),
         }
-        self._stacks = {part: self._layout(part) for part in PARTS}
+        self._stacks = {part: self._layout(part) for part in CARRIED}
         for part, flats in self._start_flats(self._state).items():
             self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
-        self._pool = Pool(batches, layouts["server"].channels_last)
+        self._own |= named("signed", self._signed())
+        self._gather = Gather(batches, layouts["server"].channels_last)
         self._programs: dict[str, Program] = {}
-        self._graph_memory = torch.cuda.graph_pool_handle() if plan.device.type == "cuda" else None
+        self._graph_memory = torch.cuda.graph_pool_handle() if sites.device.type == "cuda" else None
 
     def _shapes(self, batches: Batches) -> dict[str, tuple[int, ...]]:
         """What a message has."""
@@ -165,7 +167,8 @@ class PhaseProgram:
             self._programs[name] = Program(function, self._state, fused, self._graph_memory)
             seconds = time.perf_counter() - started
             if seconds > _WORTH_A_LINE:
-                print(f"stacked engine: '{self.phase.name}' {name} made ready in {seconds:.1f} s", file=sys.stderr)
+                what = f"'{self.phase.phase.name}' {name}"
+                print(f"stacked engine: {what} made ready in {seconds:.1f} s", file=sys.stderr)
         self._programs[name]()
 
     def _round(self, state: Tree) -> tuple[Tree, Rows]:
@@ -178,7 +181,7 @@ class PhaseProgram:
     def _layout(self, part: str) -> RowMatrix:
         """A stack's layout: what the server sends lies together, then what clients keep, then what starts anew."""
         # Entries of an odd size come last, so that the others begin at addresses that kernels can read quickly.
-        keys = [key for key, own in parts_of(self.plan, self.phase).items() if own == part]
+        keys = [key for key, own in self._pass.parts.items() if own == part]
         keys.sort(key=lambda key: (self._source(key), self.schema[key][0].size % ALIGNMENT != 0))
         return RowMatrix({key: self.schema[key][0] for key in keys}, self._layouts["server"].channels_last)
 
@@ -201,7 +204,7 @@ class PhaseProgram:
                     parts.append(self._for_each_client(torch.cat(group, 1)))
             if blank := [self.schema[key][0] for key in keys if self._source(key) is Source.ZEROS]:
                 width = sum(entry.size for entry in blank)
-                parts.append(torch.zeros(self.rows, width, dtype=blank[0].dtype, device=self.plan.device))
+                parts.append(torch.zeros(self.rows, width, dtype=blank[0].dtype, device=self.sites.device))
             if len(parts) == 1:
                 return parts[0]
             # Rows that begin at aligned addresses, as `aligned` makes them, for kernels that read them at once.
@@ -241,35 +244,37 @@ class PhaseProgram:
 
     def _anchor(self, state: Tree) -> Flats | None:
         """The parameters that clients were sent, where a penalty term asks for them."""
-        return self._start_flats(state)["params"] if self.phase.rule.losses else None
+        return self._start_flats(state)["params"] if self._pass.rule.losses else None
 
     def _moved(self, state: Tree, batch: Tree, numbers: Tensor, anchor: Flats | None) -> tuple[Tree, Tensor]:
         """The stacks of some clients, as rows of `state`, after a step on their batches, and their losses."""
-        x, y = self._pool.gather(batch["batch_rows"], batch["batch_draws"])
-        params, rest, buffers = (self._stacks[part].unpack(unnamed(part, state)) for part in PARTS)
+        x, y = self._gather.gather(batch["batch_rows"], batch["batch_draws"])
+        parts = {part: self._stacks[part].unpack(unnamed(part, state)) for part in CARRIED}
         # Layers move their statistics in place, here in copies that tracing takes out again.
-        rest = {key: value.clone() for key, value in rest.items()}
-        begun = params if anchor is None else self._stacks["params"].unpack(anchor)
-        dtype = next(iter(params.values())).dtype
+        parts["state"] = {key: value.clone() for key, value in parts["state"].items()}
+        begun = parts["params"] if anchor is None else self._stacks["params"].unpack(anchor)
+        dtype = next(iter(parts["params"].values())).dtype
         own = {name: row.to(dtype) for name, row in zip(self.numbers, numbers, strict=True)}
-        with training_mode(self.plan.prepared.model, self.phase.rule.hold):
-            out = self._mapped_step()(params, rest, buffers, begun, x, y, batch["batch_keys"], own)
+        with training_mode(self.sites.prepared.model, self._pass.rule.hold):
+            after, seen = self._mapped_step()(Carry(**parts, anchor=begun), Batch(x, y, batch["batch_keys"]), own)
         new: Tree = {}
-        for part, tree in zip(PARTS, (out.params, out.rest, out.buffers), strict=True):
+        for part in CARRIED:
+            tree: Tree = getattr(after, part)
             if extra := tree.keys() - self._stacks[part].shapes.keys():
                 raise NotAProgram(f"its steps make new state ({', '.join(sorted(extra))})")
             new |= named(part, self._stacks[part].pack(tree))
-        return new, out.loss.to(torch.float64)
+        return new, seen.loss.to(torch.float64)
 
     def _mapped_step(self) -> Step:
         """The phase's step over the stack, with each client's own numbers."""
-        spec = mapped_spec(self.plan, self.phase, probing=False)
+        spec = self.sites.step_spec(self._pass)
         optimizer = joined(on_stack(spec.optimizer), self._layouts["server"].channels_last)
-        return torch.vmap(self.phase.step(replace(spec, optimizer=optimizer)))
+        spec = replace(spec, optimizer=optimizer, differentiate=lambda f: grad_and_value(f, has_aux=True))
+        return torch.vmap(self._pass.step(spec))
 
     def _merge(self, state: Tree) -> tuple[Tree, Rows]:
-        flats = {part: unnamed(part, state) for part in PARTS}
-        end = {key: v for part in PARTS for key, v in self._stacks[part].rows(flats[part]).items()}
+        flats = {part: unnamed(part, state) for part in CARRIED}
+        end = {key: v for part in CARRIED for key, v in self._stacks[part].rows(flats[part]).items()}
         losses = self._loss_summary(state)
         scalars = self._measured(state, flats)
         # In the order they lie in, so that what is merged together need not be moved.
@@ -281,11 +286,11 @@ class PhaseProgram:
         sizes = state["num_examples"].to(torch.float64).view(self.runs, self.clients)
 
         def merge_run(server: Tree, memory: Tree, sizes: Tensor, losses: Tree, scalars: Tree, shared: Tree):
-            return merge_stack(self.phase, server, shared, Reports(sizes, losses, scalars), self.schema, memory)
+            return merge_stack(self.phase.phase, server, shared, Reports(sizes, losses, scalars), self.schema, memory)
 
         with merging(StackCohort()):
             merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
-        report = torch.stack([*losses.values(), *scalars.values(), self._healthy(flats)])
+        report = torch.stack([*losses.values(), *scalars.values(), self._health(state, flats)])
         changed = {**named("server", self._layouts["server"].join_rows(merged)), **named("memory", remembered)}
         rows: Rows = {key: (state["runs"], value) for key, value in changed.items()}
         rows["log"] = state["slot"], report.unsqueeze(0)
@@ -298,26 +303,46 @@ class PhaseProgram:
         return dict(zip(LOSSES, (losses.mean(0), late.sum(0) / last, losses[-1]), strict=True))
 
     def _measured(self, state: Tree, flats: dict[str, Flats]) -> Tree:
-        if not self.phase.measures:
+        if not self.phase.phase.measures:
             return {}
         begun = self._start_flats(state)
-        end, start = ({k: v for p in PARTS for k, v in self._stacks[p].unpack(f[p]).items()} for f in (flats, begun))
-        facts = self.plan.prepared.facts
+        end, start = ({k: v for p in CARRIED for k, v in self._stacks[p].unpack(f[p]).items()} for f in (flats, begun))
+        facts = self.sites.prepared.facts
         return {
             name: torch.vmap(lambda end, start, measure=measure: measure(end, start, facts))(end, start).double()
-            for name, measure in self.phase.measures.items()
+            for name, measure in self.phase.phase.measures.items()
         }
 
-    def _healthy(self, flats: dict[str, Flats]) -> Tensor:
-        """1 for clients all of whose numbers are finite, else 0; a sum is finite if its terms are, and is quicker."""
+    def _health(self, state: Tree, flats: dict[str, Flats]) -> Tensor:
+        """For each client FINE, or what is wrong with its numbers; a sum is finite if its terms are, and is quicker."""
         floats = [flat for each in flats.values() for flat in each.values() if flat.is_floating_point()]
-        return torch.stack([flat.sum(1, dtype=torch.float64).isfinite() for flat in floats]).all(0).to(torch.float64)
+        finite = torch.stack([flat.sum(1, dtype=torch.float64).isfinite() for flat in floats]).all(0)
+        health = torch.where(finite, FINE, NOT_FINITE)
+        signed = unnamed("signed", state)
+        least = [torch.where(mask, 0, flats["state"][name]).amin(1) >= 0 for name, mask in signed.items()]
+        if least:
+            health = torch.where(finite & ~torch.stack(least).all(0), NEGATIVE, health)
+        return health.to(torch.float64)
+
+    def _signed(self) -> Flats:
+        """For the numbers of each type that are not trained, whether they may be negative: variances may not."""
+        layout, shared = self._stacks["state"], set(self.phase.shared)
+        masks = {}
+        for name, keys in layout.keys.items():
+            entries = [self.schema[key][0] for key in keys]
+            parts = [
+                torch.full((entry.size,), not (cannot_be_negative(entry) and entry.key in shared)) for entry in entries
+            ]
+            mask = torch.cat(parts).to(self.sites.device)
+            if not bool(mask.all()):
+                masks[name] = mask
+        return masks
 
     def _kept_rows(self, state: Tree, end: Tree) -> Rows:
         """What clients keep, as rows of the arena; entries that are not theirs in this phase stay."""
         held = unnamed("local", state)
         if not held or not self.keep:
             return {}
-        kept = {key: end[key] for key in keys_with(self.schema, Policy.LOCAL)}
+        kept = {key: end[key] for key in self.phase.kept}
         flats = self._layouts["local"].join_rows({**self._of_clients(state), **kept})
         return {f"local:{name}": (state["places"], flat) for name, flat in flats.items()}

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fednorm.core.state import Tree
 from fednorm.data.batches import Batches
-from fednorm.engines.stack.phase_program import LOSSES, PARTS, PhaseProgram
+from fednorm.engines.stack.phase_program import LOSSES, PhaseProgram
 from fednorm.engines.stack.program import Rows, put
 from fednorm.engines.stack.row_matrix import aligned_rows
 from fednorm.engines.stack.timetable import Launch, timetable
+from fednorm.halves.prepared_phase import CARRIED
 
 OFTEN = 3
 """What comes more often is worth a program of its own."""
@@ -120,7 +121,7 @@ class RaggedProgram(PhaseProgram):
             name: state[name].flatten(0, 1).index_select(0, at) for name in ("batch_rows", "batch_keys", "batch_draws")
         }
         batch |= {name: batch[name][:, :size] for name in ("batch_rows", "batch_draws")}
-        own = tuple(f"{part}:" for part in PARTS)
+        own = tuple(f"{part}:" for part in CARRIED)
         old = {key: aligned_rows(value, who) for key, value in state.items() if key.startswith(own)}
         start = self._anchor(state)
         anchor = None if start is None else {name: flat.index_select(0, who) for name, flat in start.items()}

@@ -1,4 +1,4 @@
-"""A run's place among those whose rounds stay on the device, and what is newer there than in its store."""
+"""A run's slot in a stack whose rounds stay on the device, and what is newer there than in its store."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ import torch
 
 from fednorm.core.state import Policy, Tree
 from fednorm.data.batches import UNION
+from fednorm.engines.base import ClientStates, Order, Played, attempt
 from fednorm.engines.stack.device_stack import (
     DEVICES,
     MOST_LOCAL_BYTES,
+    Assignment,
     DeviceStack,
     LateReports,
-    Task,
     Work,
     entries_with,
 )
-from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.phase_program import NotAProgram
 from fednorm.errors import FednormError, first_line
-from fednorm.halves.merging import keys_with
-from fednorm.running.plan import Plan
-from fednorm.running.store import ClientState, Store
+from fednorm.halves.mine import ClientState
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.site import Sites
 
 
 class BatchKey(NamedTuple):
-    """What tasks of one exchange have in common."""
+    """What exchanges of several runs must have in common to be played as one."""
 
-    device_stack: int
     work: Work
     remembered: frozenset[str]
     run: int | None
@@ -40,161 +39,184 @@ class BatchKey(NamedTuple):
 
 @dataclass
 class StackSlot:
-    """Run number `run` of a resident."""
+    """Run number `run` of a device stack: where its server's state lies, and the newest state of some clients."""
 
-    device_stack: DeviceStack
+    stack: DeviceStack
     run: int
     away: dict[int, int] = field(default_factory=dict)
     """clients whose newest state is on the device, and how many batches of their lives they have used"""
     _here: set[int] = field(default_factory=set)
     """clients whose state on the device is their newest"""
     _kept: dict[int, set[str]] = field(default_factory=dict)
-    _alone: dict[tuple[str, int, int], bool] = field(default_factory=dict)
-    """whether clients of a phase can work each for itself, with state that has its place here"""
 
     @property
-    def plan(self) -> Plan:
-        return self.device_stack.plans[self.run]
+    def sites(self) -> Sites:
+        return self.stack.runs[self.run]
 
     @property
-    def server(self) -> Tree:
-        return self.device_stack.server(self.run)
+    def tree(self) -> Tree:
+        """The server's tree, as views that follow every exchange."""
+        return self.stack.server(self.run)
 
-    @server.setter
-    def server(self, tree: Tree) -> None:
-        self.device_stack.load_server(self.run, tree)
+    @tree.setter
+    def tree(self, tree: Tree) -> None:
+        self.stack.load_server(self.run, tree)
 
     @property
     def memory(self) -> Tree:
-        return self.device_stack.memory(self.run)
+        return self.stack.memory(self.run)
 
     @memory.setter
     def memory(self, tree: Tree) -> None:
-        self.device_stack.load_memory(self.run, tree)
+        self.stack.load_memory(self.run, tree)
 
-    def alike(self, task: Task) -> BatchKey | None:
+    def assignment(self, order: Order) -> Assignment:
+        """What an order means for the clients: the batches they go on with."""
+        cohort, phase = order.exchange.cohort, order.exchange.phase
+        used = {client: self.away[client] for client in cohort if client in self.away}
+        rest = order.states.get_many([client for client in cohort if client not in used])
+        used |= {client: state.steps for client, state in rest.items()}
+        firsts = [self.sites.first_batch(phase, client, used[client]) for client in cohort]
+        return Assignment(order.exchange, phase, firsts)
+
+    def batch_key(self, task: Assignment) -> BatchKey | None:
         """What tasks must have in common to be one exchange; None for one that cannot be played on the device."""
-        if task.place in self.device_stack.refused or not self._each_alone(task):
+        if task.phase.id in self.stack.refused or not can_be_alone(task.phase, task.clients):
             return None
         work = self._work(task)
-        if not self.device_stack.pays(work):
+        if not self.stack.pays(work):
             return None
-        own = self.run if work.steps is None else None
-        return BatchKey(id(self.device_stack), work, self.device_stack.remembers(self.run), own)
+        return BatchKey(work, self.stack.remembers(self.run), self.run if work.steps is None else None)
 
-    def _each_alone(self, task: Task) -> bool:
-        """Whether clients of a task can work each for itself, with state that has its place here."""
-        if task.place not in self._alone:
-            schema = self.plan.schema(task.phase)
-            own = bool(keys_with(schema, Policy.LOCAL)) and UNION in task.clients
-            self._alone[task.place] = not (task.phase.lockstep or keys_with(schema, Policy.REPORTED) or own)
-        return self._alone[task.place]
-
-    def _work(self, task: Task) -> Work:
+    def _work(self, task: Assignment) -> Work:
         """The shape of a task; its work is equal where all take equally many steps, on batches of one size."""
-        plan = self.plan
-        counts = {plan.num_steps(client, task.phase) for client in task.clients}
+        sites = self.sites
+        counts = {sites.num_steps(client, task.phase) for client in task.clients}
         steps = counts.pop()
         each = () if counts else zip(task.clients, task.firsts, strict=True)
-        sizes = set[int]().union(*(plan.batches.stream(client).sizes(first, steps) for client, first in each))
+        sizes = set[int]().union(*(sites.batches.stream(client).sizes(first, steps) for client, first in each))
         equal = len(sizes) == 1
-        return Work(task.place, len(task.clients), steps if equal else None, sizes.pop() if equal else 0, task.keep)
+        return Work(task.phase.id, len(task.clients), steps if equal else None, sizes.pop() if equal else 0)
 
-    def forget(self, client: int) -> None:
-        """A client's state in the store is newer than the one here."""
-        self._here.discard(client)
+    def forget(self, clients: Sequence[int]) -> None:
+        """The states of clients in the store are newer than those here."""
+        self._here.difference_update(clients)
 
-    def fetch(self, store: Store, clients: Sequence[int]) -> None:
+    def fetch(self, states: ClientStates, clients: Sequence[int]) -> None:
         """Bring the states of clients here that are newer in the store."""
         missing = [client for client in clients if client not in self._here and client != UNION]
-        if missing and self.device_stack.holds_local:
-            for client, state in store.get_many(missing).items():
-                self.device_stack.load_client(self.run, client, state.tree)
+        if missing and self.stack.holds_local:
+            for client, state in states.get_many(missing).items():
+                self.stack.load_client(self.run, client, state.tree)
         self._here.update(missing)
 
-    def note(self, task: Task) -> None:
+    def note(self, task: Assignment) -> None:
         """Remember what an exchange changed."""
-        kept = keys_with(self.plan.schema(task.phase), Policy.LOCAL)
-        if not task.keep or not (kept or task.phase.consumes_batches):
+        kept, consumes = task.phase.kept, task.phase.phase.consumes_batches
+        if not task.exchange.keeps or not (kept or consumes):
             return
         for client, first in zip(task.clients, task.firsts, strict=True):
-            used = first + self.plan.num_steps(client, task.phase)
-            self.away[client] = used if task.phase.consumes_batches else self.away.get(client, first)
+            used = first + self.sites.num_steps(client, task.phase)
+            self.away[client] = used if consumes else self.away.get(client, first)
             self._kept.setdefault(client, set()).update(kept)
 
-    def bring_home(self, store: Store) -> None:
+    def bring_home(self, states: ClientStates) -> None:
         """Put into the store what is newer here."""
         clients = list(self.away)
         if not clients:
             return
-        before = store.get_many(clients)
-        trees = self.device_stack.clients(self.run, clients) if any(self._kept.values()) else [{}] * len(clients)
+        before = states.get_many(clients)
+        trees = self.stack.clients(self.run, clients) if any(self._kept.values()) else [{}] * len(clients)
         for client, tree in zip(clients, trees, strict=True):
             kept = {key: tree[key] for key in self._kept[client]}
-            store.put(client, ClientState(self.away[client], {**before[client].tree, **kept}))
+            states.put(client, ClientState(self.away[client], {**before[client].tree, **kept}))
         self.away.clear()
         self._kept.clear()
 
 
-def allocate_slot(plan: Plan) -> StackSlot | None:
-    """The only seat of a resident, where a plan's rounds can stay on the device."""
-    return StackSlot(DeviceStack([plan], reads_channels_last(plan)), 0) if can_stay(plan) else None
+@dataclass(frozen=True)
+class _Turn:
+    """An order with the slot it is for and the work it means."""
+
+    number: int
+    order: Order
+    slot: StackSlot
+    task: Assignment
 
 
-def reads_channels_last(plan: Plan) -> bool:
-    """Whether the model's filters are best laid out as the stack kernels read them."""
-    return any(isinstance(module, StackConv2d) for module in plan.prepared.model.modules())
-
-
-def exchange_on_device(slots: Sequence[tuple[StackSlot, Task, Store]], work: Work) -> list[LateReports | None]:
-    """One exchange of runs that share a resident, with tasks of this shape; None for those it cannot be a program for.
-
-    As many runs at a time as memory allows: where all do not fit, halves are tried.
-    """
-    device_stack = slots[0][0].device_stack
-    done: list[LateReports | None] = []
-    while len(done) < len(slots):
-        done += _exchange_at_once(device_stack, slots[len(done) : len(done) + device_stack.most_at_once], work)
+def exchange_on_device(stack: DeviceStack, orders: Sequence[Order]) -> dict[int, Played | FednormError]:
+    """Play on the device what can stay there, exchanges of a kind together; by the number of the order."""
+    groups: dict[BatchKey, list[_Turn]] = {}
+    for number, order in enumerate(orders):
+        slot = order.server.held
+        if not isinstance(slot, StackSlot) or order.probing:
+            continue
+        task = slot.assignment(order)
+        key = slot.batch_key(task)
+        if key is not None:
+            groups.setdefault(key, []).append(_Turn(number, order, slot, task))
+    done: dict[int, Played | FednormError] = {}
+    for key, turns in groups.items():
+        reports = attempt(_exchange_in_parts, stack, turns, key.work)
+        for index, turn in enumerate(turns):
+            found = reports if isinstance(reports, FednormError) else reports[index]
+            if found is not None:
+                done[turn.number] = found if isinstance(found, FednormError) else Played(found)
     return done
 
 
-def _exchange_at_once(
-    device_stack: DeviceStack, slots: Sequence[tuple[StackSlot, Task, Store]], work: Work
-) -> list[LateReports | None]:
-    """The exchange of some seats; empty where they do not fit into memory together, which the resident remembers."""
-    for slot, task, store in slots:
-        slot.fetch(store, task.clients)
+def _exchange_in_parts(stack: DeviceStack, turns: Sequence[_Turn], work: Work) -> list[LateReports | None]:
+    """One exchange of runs with work of this shape; None for those it cannot be a program for.
+
+    As many runs at a time as memory allows: where all do not fit, halves are tried.
+    """
+    done: list[LateReports | None] = []
+    while len(done) < len(turns):
+        done += _exchange_at_once(stack, turns[len(done) : len(done) + stack.most_at_once], work)
+    return done
+
+
+def _exchange_at_once(stack: DeviceStack, turns: Sequence[_Turn], work: Work) -> list[LateReports | None]:
+    """The exchange of some runs; empty where they do not fit into memory together, which the stack remembers."""
+    for turn in turns:
+        turn.slot.fetch(turn.order.states, turn.task.clients)
     try:
         if work.steps is None:
-            ((slot, task, _),) = slots
-            reports = device_stack.exchange_ragged(slot.run, task)
+            (turn,) = turns
+            reports = stack.exchange_ragged(turn.slot.run, turn.task)
         else:
-            reports = device_stack.exchange({slot.run: task for slot, task, _ in slots}, work.steps, work.size)
+            reports = stack.exchange({turn.slot.run: turn.task for turn in turns}, work.steps, work.size)
     except (RuntimeError, NotImplementedError, NotAProgram) as error:  # nothing lasting has changed yet
         if isinstance(error, FednormError):
             raise
-        if isinstance(error, torch.OutOfMemoryError) and len(slots) > 1:
-            device_stack.most_at_once = (len(slots) + 1) // 2
+        if isinstance(error, torch.OutOfMemoryError) and len(turns) > 1:
+            stack.most_at_once = (len(turns) + 1) // 2
             return []
-        device_stack.refused.add(slots[0][1].place)
+        stack.refused.add(turns[0].task.phase.id)
         if not isinstance(error, NotAProgram):
             why = first_line(error)
             print(
                 f"stacked engine: rounds cannot stay on the device ({why}); clients are stacked step by step",
                 file=sys.stderr,
             )
-        return [None] * len(slots)
-    for slot, task, _ in slots:
-        slot.note(task)
-    return [reports[slot.run] for slot, _, _ in slots]
+        return [None] * len(turns)
+    for turn in turns:
+        turn.slot.note(turn.task)
+    return [reports[turn.slot.run] for turn in turns]
 
 
-def local_bytes(plan: Plan) -> int:
+def local_bytes(sites: Sites) -> int:
     """The size of what all clients of a run keep."""
-    return sum(entry.bytes for entry in entries_with(plan, Policy.LOCAL).values()) * len(plan.federation.clients)
+    own = entries_with(sites, Policy.LOCAL, Policy.REPORTED)
+    return sum(entry.bytes for entry in own.values()) * len(sites.batches.pool.rows)
 
 
-def can_stay(plan: Plan) -> bool:
-    """Whether a plan's rounds can be played on the device from end to end."""
-    refuses = plan.config.engine.quorum is not None  # who may be refused must be looked at in every round
-    return plan.device.type in DEVICES and not refuses and local_bytes(plan) <= MOST_LOCAL_BYTES
+def can_stay(sites: Sites) -> bool:
+    """Whether rounds of these clients can be played on their device from end to end."""
+    return sites.device.type in DEVICES and local_bytes(sites) <= MOST_LOCAL_BYTES
+
+
+def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
+    """Whether clients can work each for itself in a program, with state that has its place on the device."""
+    special = phase.phase.lockstep or phase.reported or len(phase.passes) > 1 or phase.passes[0].rule.closings
+    return not (special or (phase.kept and UNION in clients))

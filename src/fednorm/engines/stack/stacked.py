@@ -1,69 +1,148 @@
 """All clients of a cohort at once: their states are one stack, and one step moves them all.
 
 The step is the one the sequential engine calls, mapped over the client axis, so the two engines agree up to rounding.
-Where all clients have equal work, whole rounds stay on the GPU (`engines.seat`); what is here takes any clients.
+Whole rounds stay on the GPU where they can (`slot`, `device_stack`); the training here takes any clients, step by step.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fednorm.core.method import Phase
 from fednorm.core.state import Tree
-from fednorm.core.step import Step, StepOut, training_mode
+from fednorm.core.step import Batch, Carry, Seen, Step, training_mode
 from fednorm.engines.base import (
-    Job,
-    Outcome,
-    Trees,
+    ClientStates,
+    Order,
+    Played,
+    attempt,
     mapped_step,
-    outcome,
-    parts_of,
     pick,
+    play_plainly,
     refuse_unequal,
     stack_trees,
-    to_trees,
 )
 from fednorm.engines.sequential import SequentialEngine
+from fednorm.engines.stack.device_stack import DeviceStack
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
+from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device
 from fednorm.errors import FednormError, first_line
+from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
+from fednorm.halves.server import Held, Holder
+from fednorm.halves.site import Sites
+from fednorm.halves.training import Job, Outcome, next_pass, outcome
 from fednorm.layers.cohort import set_lockstep
-from fednorm.running.plan import Plan
 
 
 class StackedEngine:
-    """Clients train together on the plan's device, in stacks as large as memory allows."""
+    """Clients train together on their device, in stacks as large as memory allows; so do runs of the same program.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._sequential: SequentialEngine | None = None
-        self._most = len(plan.federation.clients)
+    It works on a copy of the model, whose layers it may replace by ones that kernels serve. `stays` says whether
+    rounds may be played on the device from end to end.
+    """
+
+    def __init__(self, runs: Sequence[Sites], *, precision: str = "fp32", stays: bool = True) -> None:
         # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.
-        if plan.device.type == "cuda" and HAS_TRITON and plan.config.engine.precision != "fp32":
-            narrow = torch.bfloat16 if plan.config.engine.precision == "bf16" else None
-            use_kernels(plan.prepared.model, narrow)
+        kernels = runs[0].device.type == "cuda" and HAS_TRITON and precision != "fp32"
+        narrow = torch.bfloat16 if precision == "bf16" else None
+        own = [_with_own_model(sites) for sites in runs]
+        if kernels:
+            for sites in own:
+                use_kernels(sites.prepared.model, narrow)
+        self._trainers = {id(sites): StackTrainer(mine) for sites, mine in zip(runs, own, strict=True)}
+        self._runs = {id(sites): number for number, sites in enumerate(runs)}
+        self._stack = DeviceStack(own) if stays and all(map(can_stay, runs)) else None
+        if self._stack and len(runs) > 1:
+            print(f"stacked engine: {len(runs)} runs are the same program and share one stack", file=sys.stderr)
 
     @property
     def fell_back(self) -> bool:
         """Whether the model could not be mapped over clients, so that they train one after the other."""
+        return any(trainer.fell_back for trainer in self._trainers.values())
+
+    def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
+        if self._stack is None:
+            return Held(tree, memory)
+        slot = StackSlot(self._stack, self._runs[id(sites)])
+        slot.tree, slot.memory = tree, memory
+        return slot
+
+    def train(
+        self,
+        phase: PreparedPhase,
+        numbers: Mapping[str, float],
+        jobs: Sequence[Job],
+        probing: bool = False,
+        sites: Sites | None = None,
+    ) -> Iterator[Outcome]:
+        """The outcomes of clients' work; `sites` says of which run, where there are several."""
+        trainer = self._trainers[id(sites)] if sites else next(iter(self._trainers.values()))
+        return trainer.train(phase, numbers, jobs, probing)
+
+    def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
+        played: dict[int, Played | FednormError] = {}
+        if self._stack is not None:
+            played = exchange_on_device(self._stack, orders)
+        for number, order in enumerate(orders):
+            if number not in played:
+                played[number] = attempt(self._play_plainly, order)
+        return [played[number] for number in range(len(orders))]
+
+    def _play_plainly(self, order: Order) -> Played:
+        """An exchange that leaves the device: clients are stacked step by step, and merged on the host."""
+        held = order.server.held
+        if isinstance(held, StackSlot):
+            held.bring_home(order.states)
+        trainer = self._trainers[id(order.sites)]
+        done = play_plainly(order, trainer.train)
+        if isinstance(held, StackSlot) and order.exchange.keeps:
+            held.forget(order.exchange.cohort)
+        return done
+
+    def bring_home(self, order_states: ClientStates, held: Holder) -> None:
+        if isinstance(held, StackSlot):
+            held.bring_home(order_states)
+
+    def close(self) -> None:
+        """Nothing is held beside memory."""
+
+
+def _with_own_model(sites: Sites) -> Sites:
+    return replace(sites, prepared=replace(sites.prepared, model=copy.deepcopy(sites.prepared.model)))
+
+
+class StackTrainer:
+    """Trains clients of one run in stacks, step by step."""
+
+    def __init__(self, sites: Sites) -> None:
+        self.sites = sites
+        self._sequential: SequentialEngine | None = None
+        self._most = sys.maxsize
+
+    @property
+    def fell_back(self) -> bool:
         return self._sequential is not None
 
-    def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
+    def train(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
+    ) -> Iterator[Outcome]:
         if self._sequential:
-            yield from self._sequential.train(phase, round, jobs, probing)
+            yield from self._sequential.train(phase, numbers, jobs, probing)
             return
         waiting = list(jobs)
         while waiting:
             part = waiting[: max(1, self._most)]
             try:
-                done = self._train_stack(phase, round, part, probing)
+                done = self._train_stack(phase, numbers, part, probing)
             except torch.OutOfMemoryError:
-                if len(part) == 1 or phase.lockstep:
+                if len(part) == 1 or phase.phase.lockstep:
                     raise
                 torch.cuda.empty_cache()
                 self._most = len(part) // 2
@@ -72,7 +151,7 @@ class StackedEngine:
                 if isinstance(error, FednormError):
                     raise
                 self._fall_back(error)
-                yield from self.train(phase, round, waiting, probing)
+                yield from self.train(phase, numbers, waiting, probing)
                 return
             waiting = waiting[len(part) :]
             yield from done
@@ -80,82 +159,108 @@ class StackedEngine:
     def _fall_back(self, error: Exception) -> None:
         why = first_line(error)
         print(f"stacked engine: the model cannot be mapped over clients ({why}); using sequential", file=sys.stderr)
-        self._sequential = SequentialEngine(self.plan)
+        self._sequential = SequentialEngine(self.sites)
 
-    def _train_stack(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> list[Outcome]:
-        step = mapped_step(self.plan, phase, probing)
-        numbers = self.plan.numbers(phase, round)
-        stack = to_trees(parts_of(self.plan, phase), stack_trees([job.start for job in jobs]))
-        anchor = dict(stack.params)
+    def _train_stack(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
+    ) -> list[Outcome]:
+        carry = phase.passes[0].carry(stack_trees([job.start for job in jobs]))
+        starts = Job(-1, stack_trees([job.start for job in jobs]), 0, ()) if len(phase.passes) > 1 else None
         losses: list[list[Tensor]] = [[] for _ in jobs]
-        seen: list[Tree] = [{} for _ in jobs]
-        with training_mode(self.plan.prepared.model, phase.rule.hold):
-            for number in range(max(job.num_steps for job in jobs)):
-                together = number < phase.lockstep
-                set_lockstep(self.plan.prepared.model, together)
-                try:
-                    for places in self._equal_batches(jobs, number, together):
-                        out = self._step(step, stack, anchor, jobs, places, number, numbers)
-                        stack = _put_back(stack, out, places, len(jobs))
-                        for index, place in enumerate(places):
-                            losses[place].append(out.loss[index])
-                            seen[place] = pick(out.seen, index)
-                finally:
-                    set_lockstep(self.plan.prepared.model, False)
-                if together and number + 1 == phase.lockstep and phase.fresh_after_lockstep:
-                    fresh = {key: torch.zeros_like(value) for key, value in stack.buffers.items()}
-                    stack = Trees(stack.params, stack.rest, fresh)
-        states = {**stack.params, **stack.rest, **stack.buffers}
+        probed: list[Tree] = [{} for _ in jobs]
+        for number, each in enumerate(phase.passes):
+            if number and starts:
+                carry = next_pass(each, carry, starts)
+            carry = self._pass(phase, each, number, carry, numbers, jobs, probing, losses, probed)
+        states = carry.tree
         return [
-            outcome(self.plan, phase, job, pick(states, place), torch.stack(losses[place]).tolist(), seen[place])
-            for place, job in enumerate(jobs)
+            outcome(
+                self.sites, phase, numbers, job, pick(states, row), torch.stack(losses[row]).tolist(), probed[row]
+            )
+            for row, job in enumerate(jobs)
         ]
 
-    def _equal_batches(self, jobs: Sequence[Job], number: int, together: bool) -> list[list[int]]:
-        """Places of the clients that still train, in groups whose batches have one size, as each would see alone."""
-        places = [place for place, job in enumerate(jobs) if number < job.num_steps]
-        clients = [jobs[place].client for place in places]
-        sizes = self.plan.batches.sizes(clients, [jobs[place].first_batch + number for place in places])
+    def _pass(
+        self,
+        phase: PreparedPhase,
+        each: PreparedPass,
+        number: int,
+        carry: Carry,
+        numbers: Mapping[str, float],
+        jobs: Sequence[Job],
+        probing: bool,
+        losses: list[list[Tensor]],
+        probed: list[Tree],
+    ) -> Carry:
+        """One pass of all clients; losses and what probes saw go into the lists."""
+        step = mapped_step(self.sites, each, probing)
+        model, lockstep = self.sites.prepared.model, phase.phase.lockstep
+        firsts = [job.first_batch + sum(job.steps[:number]) for job in jobs]
+        counts = [job.steps[number] for job in jobs]
+        with training_mode(model, each.rule.hold):
+            for turn in range(max(counts)):
+                together = turn < lockstep
+                set_lockstep(model, together)
+                try:
+                    rows = [row for row, count in enumerate(counts) if turn < count]
+                    for group in self._equal_batches(jobs, firsts, rows, turn, together):
+                        new, seen = self._step(step, carry, jobs, firsts, group, turn, numbers)
+                        carry = _put_back(carry, new, group, len(jobs))
+                        for index, row in enumerate(group):
+                            losses[row].append(seen.loss[index])
+                            probed[row] = pick(seen.probed, index)
+                finally:
+                    set_lockstep(model, False)
+                if together and turn + 1 == lockstep and phase.phase.fresh_after_lockstep:
+                    fresh = {key: torch.zeros_like(value) for key, value in carry.optimizer.items()}
+                    carry = carry._replace(optimizer=fresh)
+        return carry
+
+    def _equal_batches(
+        self, jobs: Sequence[Job], firsts: Sequence[int], rows: Sequence[int], turn: int, together: bool
+    ) -> list[list[int]]:
+        """Rows of the clients that still train, in groups whose batches have one size, as each would see alone."""
+        clients = [jobs[row].client for row in rows]
+        sizes = self.sites.batches.sizes(clients, [firsts[row] + turn for row in rows])
         if together:
-            refuse_unequal(self.plan.method.name, clients, sizes)
+            refuse_unequal(self.sites.method.name, clients, sizes)
         groups: dict[int, list[int]] = defaultdict(list)
-        for place, size in zip(places, sizes, strict=True):
-            groups[size].append(place)
+        for row, size in zip(rows, sizes, strict=True):
+            groups[size].append(row)
         return list(groups.values())
 
     def _step(
         self,
         step: Step,
-        stack: Trees,
-        anchor: Tree,
+        carry: Carry,
         jobs: Sequence[Job],
-        places: list[int],
-        number: int,
-        numbers: dict[str, float],
-    ) -> StepOut:
-        clients = [jobs[place].client for place in places]
-        x, y, keys = self.plan.batches.stack(clients, [jobs[place].first_batch + number for place in places])
-        params, rest, buffers = stack.params, stack.rest, stack.buffers
-        if len(places) < len(jobs):
-            index = torch.tensor(places, device=x.device)
-            some = [{key: value[index] for key, value in tree.items()} for tree in (params, rest, buffers, anchor)]
-            params, rest, buffers, anchor = some
-        return step(params, rest, buffers, anchor, x, y, keys, numbers)
+        firsts: Sequence[int],
+        rows: list[int],
+        turn: int,
+        numbers: Mapping[str, float],
+    ) -> tuple[Carry, Seen]:
+        clients = [jobs[row].client for row in rows]
+        batch = Batch(*self.sites.batches.stack(clients, [firsts[row] + turn for row in rows]))
+        if len(rows) < len(jobs):
+            index = torch.tensor(rows, device=batch.x.device)
+            carry = Carry(*({key: value[index] for key, value in tree.items()} for tree in carry))
+        return step(carry, batch, numbers)
 
 
-def _put_back(stack: Trees, out: StepOut, places: list[int], count: int) -> Trees:
+def _put_back(stack: Carry, new: Carry, rows: list[int], count: int) -> Carry:
     """The stack with some clients' rows replaced; the others rest, untouched to the bit."""
-    if len(places) == count:
-        return Trees(out.params, out.rest, out.buffers)
-    first = next(iter(out.params.values()), out.loss)
-    index = torch.tensor(places, device=first.device)
+    if len(rows) == count:
+        return new
+    first = next(iter(new.tree.values()))
+    index = torch.tensor(rows, device=first.device)
 
-    def rows(old: Tree, key: str, new: Tensor) -> Tensor:
+    def before(old: Tree, key: str, value: Tensor) -> Tensor:
         """What was there; of state that a step has just begun to keep, zeros."""
-        return old[key] if key in old else new.new_zeros(count, *new.shape[1:])
+        return old[key] if key in old else value.new_zeros(count, *value.shape[1:])
 
-    def put(old: Tree, new: Tree) -> Tree:
-        olds = {key: rows(old, key, value) for key, value in new.items()}
-        return {key: olds[key].index_copy(0, index, value.to(olds[key].dtype)) for key, value in new.items()}
+    def put(old: Tree, moved: Tree) -> Tree:
+        olds = {key: before(old, key, value) for key, value in moved.items()}
+        return {key: olds[key].index_copy(0, index, value.to(olds[key].dtype)) for key, value in moved.items()}
 
-    return Trees(put(stack.params, out.params), put(stack.rest, out.rest), put(stack.buffers, out.buffers))
+    parts = (put(old, moved) for old, moved in zip(stack[:-1], new[:-1], strict=True))
+    return Carry(*parts, anchor=stack.anchor)

@@ -1,0 +1,370 @@
+"""The server's half of a method: it decides what is asked, checks and merges what comes, and has no data.
+
+A run is a series of exchanges, each with a number. `open` says which one is due; once its answers are there they are
+admitted, merged and noted, which opens the next. An engine may do the merging inside a program of its own. Over a wire
+`requests`, `take` and `close` do the same with messages; `state` and `load` are all that a restart needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fednorm.core import rng
+from fednorm.core.method import Progress
+from fednorm.core.phases import PhaseId, Purpose
+from fednorm.core.report import Report
+from fednorm.core.state import Tree
+from fednorm.data.batches import UNION
+from fednorm.errors import ConfigError, DivergedError, QuorumError, WireError
+from fednorm.halves.agreed import Agreed
+from fednorm.halves.merging import Stacks, flaws, merge_updates
+from fednorm.halves.messages import Address, Request, Scores, Terms, Update
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.wire import check_update
+
+log = logging.getLogger("fednorm.server")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the server asks for now: one phase, of these clients."""
+
+    number: int
+    attempt: int
+    round: int
+    phase: PreparedPhase
+    cohort: Sequence[int]
+    numbers: Mapping[str, float]
+
+    @property
+    def purpose(self) -> Purpose:
+        return self.phase.id.purpose
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what clients keep changes; a test leaves it alone."""
+        return self.purpose in (Purpose.TRAIN, Purpose.FINISH)
+
+
+class Holder(Protocol):
+    """Where the server's tree and what merges remember lie: in memory, or where an engine has them at hand."""
+
+    tree: Tree
+    memory: Tree
+
+
+@dataclass
+class Held:
+    """Both in memory."""
+
+    tree: Tree
+    memory: Tree = field(default_factory=dict)
+
+
+class Server:
+    """A run of a method, as the server sees it."""
+
+    def __init__(
+        self,
+        agreed: Agreed,
+        clients: Sequence[int],
+        *,
+        per_round: int | None = None,
+        quorum: float | None = None,
+        score_every: int | None = None,
+        held: Holder | None = None,
+        reported: MutableMapping[int, Tree] | None = None,
+        terms: Terms | None = None,
+        sizes: Mapping[int, int] | None = None,
+    ) -> None:
+        self.agreed = agreed
+        self.clients = clients
+        self.per_round = min(per_round or len(clients), len(clients))
+        self.quorum = quorum
+        self.score_every = score_every
+        self.held = held or Held(agreed.initial())
+        self.reported = {} if reported is None else reported
+        """the last entries of each client that are reported and not merged"""
+        self.terms = terms
+        self.sizes = sizes
+        self.round = 0
+        """rounds that are over"""
+        self.stage = 0
+        self.switch_memory: dict[str, Any] = {}
+        self.reports: Sequence[Report] = ()
+        """of the last training exchange: what the switch looks at"""
+        self.row: Row = {}
+        """what is known of the round that is open, or of the last one"""
+        self.scores: dict[int, Scores] = {}
+        self._number, self._attempt = 1, 1
+        self._step = 0
+        self._decided = 0
+        """the round whose stage is decided"""
+        self._aside: tuple[Tree, Tree] | None = None
+        """tree and memory as training left them, while a query's statistics are in their place"""
+        self._accepted: dict[int, int] = {}
+        self._open: Exchange | None = None
+        self._taken: dict[int, Update] = {}
+
+    # -- decide --
+
+    @property
+    def tree(self) -> Tree:
+        return self.held.tree
+
+    @property
+    def finished(self) -> bool:
+        return self.round == self.agreed.work.rounds
+
+    def open(self) -> Exchange | None:
+        """The exchange that is due; None once the run is over."""
+        if self._open is None and not self.finished:
+            number = self.round + 1
+            if self._decided < number:
+                self._begin_round(number)
+            id = self._course(number)[self._step]
+            if id.purpose is Purpose.QUERY and self._aside is None:
+                self._aside = _copy(self.held.tree), _copy(self.held.memory)
+            phase = self.agreed.phase(id)
+            numbers = {} if id.purpose is Purpose.SCORE else self.agreed.numbers(id, number)
+            self._open = Exchange(self._number, self._attempt, number, phase, self.cohort(number, phase), numbers)
+        return self._open
+
+    def _begin_round(self, number: int) -> None:
+        method, rounds = self.agreed.method, self.agreed.work.rounds
+        self.switch_memory, self.stage = method.switch(self.switch_memory, Progress(number, rounds), self.reports)
+        self._decided = number
+        cohort = self.cohort(number, self.agreed.phase(PhaseId(Purpose.TRAIN, self.stage)))
+        self.row = {"round": number, "stage": self.stage, "clients": len(cohort)}
+        self.row |= dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
+        if len(cohort) < len(self.clients) and method.data == "each":
+            self.row["cohort"] = list(cohort)
+        last = PhaseId(Purpose.TRAIN, self.stage, len(method.stages[self.stage]) - 1)
+        self.row["lr"] = self.agreed.numbers(last, number)["lr"]
+
+    def _course(self, number: int) -> list[PhaseId]:
+        """The exchanges of a round, in order."""
+        method, last = self.agreed.method, number == self.agreed.work.rounds
+        course = [PhaseId(Purpose.TRAIN, self.stage, index) for index in range(len(method.stages[self.stage]))]
+        if last:
+            course += [PhaseId(Purpose.FINISH, 0, index) for index in range(len(method.finish))]
+        if self.score_every and (last or number % self.score_every == 0):
+            course += [PhaseId(Purpose.QUERY)] * (method.query is not None)
+            course.append(PhaseId(Purpose.SCORE, self.stage))
+        elif last and method.query is not None:
+            course.append(PhaseId(Purpose.QUERY))
+        return course
+
+    def cohort(self, round: int, phase: PreparedPhase) -> Sequence[int]:
+        """Who takes part in a phase, ascending: a keyed draw for training, else everybody, or the union as one."""
+        if phase.phase.union or self.agreed.method.data == "union":
+            return [UNION]
+        if phase.id.purpose is not Purpose.TRAIN or self.per_round == len(self.clients):
+            return list(self.clients)
+        key = rng.key(self.agreed.work.seed, "cohort", round)
+        return [self.clients[index] for index in rng.subset(key, len(self.clients), self.per_round)]
+
+    # -- merge --
+
+    def admit(self, refused: Mapping[int, str]) -> None:
+        """Go on without refused clients, whose own state is not advanced either, or end the run."""
+        exchange = self._opened()
+        if not refused:
+            return
+        client, why = next(iter(refused.items()))
+        where = f"round {exchange.round}, client {client}: {why}"
+        if self.quorum is None:
+            raise diverged(where)
+        asked = len(exchange.cohort)
+        usable = asked - len(refused)
+        if usable < self.quorum * asked or not usable:
+            raise QuorumError(f"{usable} of {asked} updates usable in {where}; engine.quorum={self.quorum} needs more")
+        self.row["refused"] = {**self.row.get("refused", {}), **refused}
+
+    def merge(
+        self, updates: Sequence[Update], reports: Sequence[Report] | None = None, stacks: Stacks | None = None
+    ) -> None:
+        """Merge what clients sent; `reports` are the whole cohort's where the updates are one process's part of it."""
+        phase = self._opened().phase
+        self.held.tree, self.held.memory = merge_updates(
+            phase.phase, self.held.tree, updates, phase.schema, self.held.memory, reports, stacks
+        )
+        for update in updates:
+            if update.reported:
+                self.reported[update.client] = update.reported
+
+    # -- note --
+
+    def note(self, reports: Sequence[Report], accepted: int, probed: Mapping[int, Mapping[str, float]] | None = None):
+        """Take down what an exchange was, after its merge, and go on to the next; `accepted` updates were used."""
+        exchange = self._opened()
+        if exchange.purpose is Purpose.TRAIN:
+            self.reports = reports
+        charged = exchange.purpose is not Purpose.QUERY or exchange.round == self.agreed.work.rounds
+        if charged:  # a query before a test in mid-run is the study's own cost
+            cost = exchange.phase.cost
+            self.row["exchanges"] += cost.exchanges
+            self.row["bytes_down"] += cost.down * len(exchange.cohort)
+            self.row["bytes_up"] += cost.up * accepted
+        if probed is not None:
+            self.row.setdefault("probes", {})[exchange.phase.phase.name] = dict(probed)
+        self._go_on()
+
+    def note_scores(self) -> None:
+        """Go on after a test; statistics of a query give way again, except after the last round."""
+        if self._aside is not None and self._opened().round < self.agreed.work.rounds:
+            self.held.tree, self.held.memory = self._aside
+        self._aside = None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        exchange = self._opened()
+        self._open, self._taken = None, {}
+        self._number, self._attempt, self._step = self._number + 1, 1, self._step + 1
+        if self._step == len(self._course(exchange.round)):
+            self.round, self._step = exchange.round, 0
+
+    def _opened(self) -> Exchange:
+        if self._open is None:
+            raise ConfigError("no exchange is open; ask `open` first")
+        return self._open
+
+    # -- over a wire --
+
+    def requests(self) -> dict[int, Request]:
+        """What each client of the open exchange is to be asked; empty once the run is over.
+
+        Who sends them must have the state on disk first: what clients build on must not be lost.
+        """
+        exchange = self.open()
+        if exchange is None:
+            return {}
+        tree = {key: self.held.tree[key] for key in exchange.phase.sent}
+        return {
+            client: Request(
+                client=client,
+                address=self._address(),
+                round=exchange.round,
+                phase=exchange.phase.id,
+                numbers=exchange.numbers,
+                accepted=self._accepted.get(client, 0),
+                tree=tree,
+            )
+            for client in exchange.cohort
+        }
+
+    def take(self, answer: Update | Scores) -> bool:
+        """Take a client's answer; False for one that came already. A late, foreign or altered one is refused."""
+        exchange = self._opened()
+        client = answer.client
+        wanted = Scores if exchange.purpose is Purpose.SCORE else Update
+        if client not in exchange.cohort or not isinstance(answer, wanted):
+            raise WireError(
+                f"exchange {exchange.number} ({exchange.phase.id}) asked it for no {type(answer).__name__.lower()}; "
+                "its answer was ignored",
+                client=client,
+                exchange=exchange.number,
+            )
+        check_update(answer, self._address(), exchange.phase)
+        if client in self._taken or client in self.scores:
+            log.info("client %d answered exchange %d twice; the second answer is ignored", client, exchange.number)
+            return False
+        if isinstance(answer, Scores):
+            self.scores[client] = answer
+            return True
+        expected = None if self.sizes is None else self.sizes[client]
+        if expected is not None and answer.report.num_examples != expected:
+            raise WireError(
+                f"it weighs {answer.report.num_examples} examples, but said it trains on {expected}",
+                client=client,
+                exchange=exchange.number,
+            )
+        self._taken[client] = answer
+        return True
+
+    @property
+    def missing(self) -> list[int]:
+        """Clients of the open exchange that have not answered."""
+        answered = self.scores if self._opened().purpose is Purpose.SCORE else self._taken
+        return [client for client in self._opened().cohort if client not in answered]
+
+    def close(self) -> None:
+        """Merge what was taken and go on; clients that did not answer count as refused."""
+        exchange = self._opened()
+        if exchange.purpose is Purpose.SCORE:
+            self.row["scored"] = sorted(self.scores)
+            self.note_scores()
+            return
+        updates = [self._taken[client] for client in sorted(self._taken)]
+        found = flaws(updates, exchange.phase.schema)
+        refused = {update.client: why for update, why in zip(updates, found, strict=True) if why}
+        refused |= {client: "it did not answer" for client in self.missing}
+        self.admit(refused)
+        usable = [update for update in updates if update.client not in refused]
+        self.merge(usable)
+        if exchange.keeps and (exchange.phase.kept or exchange.phase.phase.consumes_batches):
+            self._accepted |= {update.client: exchange.number for update in usable}
+        self.note([update.report for update in usable], len(usable))
+
+    def retry(self) -> None:
+        """Begin the open exchange again, such as when too few answered in time; what was taken of it is dropped."""
+        self._opened()
+        self._attempt += 1
+        self._open, self._taken = None, {}
+
+    def _address(self) -> Address:
+        if self.terms is None:
+            raise ConfigError("this server has no terms; make it with `found`")
+        return Address(terms=self.terms.digest, number=self._number, attempt=self._attempt)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tree]]:
+        """All that a restart needs: JSON values, and trees of tensors."""
+        facts = {
+            "terms": self.terms.digest if self.terms else "",
+            "round": self.round,
+            "stage": self.stage,
+            "switch": self.switch_memory,
+            "reports": [vars(report) for report in self.reports],
+            "row": self.row,
+            "number": self._number,
+            "attempt": self._attempt,
+            "step": self._step,
+            "decided": self._decided,
+            "accepted": {str(client): number for client, number in self._accepted.items()},
+        }
+        trees = {"model": self.held.tree, "memory": self.held.memory}
+        if self._aside is not None:
+            trees |= {"aside": self._aside[0], "aside_memory": self._aside[1]}
+        for client, tree in self.reported.items():
+            trees[f"reported {client}"] = tree
+        return facts, trees
+
+    def load(self, facts: Mapping[str, Any], trees: Mapping[str, Tree]) -> None:
+        """Go on from what `state` gave."""
+        if facts["terms"] != (self.terms.digest if self.terms else ""):
+            raise WireError("the stored state is of other terms; start the run anew, or with what it was begun with")
+        self.round, self.stage, self.row = facts["round"], facts["stage"], dict(facts["row"])
+        self.switch_memory = facts["switch"]
+        self.reports = [Report(**report) for report in facts["reports"]]
+        self._number, self._attempt, self._step = facts["number"], facts["attempt"], facts["step"]
+        self._decided = facts["decided"]
+        self._accepted = {int(client): number for client, number in facts["accepted"].items()}
+        self.held.tree, self.held.memory = dict(trees["model"]), dict(trees["memory"])
+        self._aside = (trees["aside"], trees["aside_memory"]) if "aside" in trees else None
+        named = ((name.removeprefix("reported "), tree) for name, tree in trees.items() if name.startswith("reported "))
+        for client, tree in named:
+            self.reported[int(client)] = tree
+        self._open, self._taken = None, {}
+
+
+def _copy(tree: Tree) -> Tree:
+    return {key: value.clone() for key, value in tree.items()}
+
+
+def diverged(where: str) -> DivergedError:
+    """The error of a run whose numbers are numbers no longer."""
+    return DivergedError(f"diverged in {where}; lower train.lr, or set engine.quorum to go on without the client")

@@ -1,0 +1,215 @@
+"""One client's half of a method: it trains on its own data, wherever it runs, and needs no other client."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from fednorm import __version__
+from fednorm.core.phases import Purpose
+from fednorm.core.state import Tree
+from fednorm.core.step import Probe, StepSpec
+from fednorm.core.task import Task
+from fednorm.data.batches import Batches
+from fednorm.data.pool import Pool, own_pool
+from fednorm.errors import ConfigError, WireError
+from fednorm.halves.agreed import Agreed
+from fednorm.halves.messages import Hello, Request, Scores, Terms, Update
+from fednorm.halves.mine import ClientState, Mine
+from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
+from fednorm.halves.terms import agree, model_digest, refuse_other_terms
+from fednorm.halves.training import Job, Trainer
+from fednorm.halves.wire import check_request
+from fednorm.scoring.scores import Examples, Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sites(Agreed):
+    """Clients that train here: one at a site, all of them in a simulator, where an engine may train many at once."""
+
+    batches: Batches
+    task: Task
+    probes: tuple[Probe, ...] = ()
+
+    def step_spec(self, each: PreparedPass, probing: bool = False) -> StepSpec:
+        """The static part of a step."""
+        return StepSpec(
+            model=self.prepared.model,
+            facts=self.prepared.facts,
+            rule=each.rule,
+            optimizer=self.optimizer,
+            task=self.task,
+            tied=self.prepared.tied,
+            keyed=self.prepared.keyed,
+            factors=each.factors,
+            spared=frozenset() if self.work.decay_vectors else self.prepared.vectors,
+            probes=self.probes if probing else (),
+        )
+
+    def steps(self, client: int, phase: PreparedPhase) -> tuple[int, ...]:
+        """Steps a client takes in each pass of a phase."""
+        return tuple(self._steps_of(client, each) for each in phase.passes)
+
+    def num_steps(self, client: int, phase: PreparedPhase) -> int:
+        """Steps a client takes in a phase."""
+        return sum(self.steps(client, phase))
+
+    def _steps_of(self, client: int, each: PreparedPass) -> int:
+        if each.work == "batch":
+            return 1
+        epochs = 1 if each.work == "epoch" else self.work.amount
+        local_steps = each.work == "local" and self.work.unit == "steps"
+        return self.work.amount if local_steps else epochs * self.batches.per_epoch(client)
+
+    def first_batch(self, phase: PreparedPhase, client: int, used: int) -> int:
+        """The batch a client goes on with; a pass over its data starts with an epoch, to see every example once."""
+        return used - used % self.batches.per_epoch(client) if phase.phase.work == "epoch" else used
+
+    def job(self, phase: PreparedPhase, client: int, start: Tree, used: int) -> Job:
+        """A client's work in a phase, after so many batches of its life."""
+        return Job(client, start, self.first_batch(phase, client, used), self.steps(client, phase))
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        return Scorer(
+            model=self.prepared.model,
+            keys=self.prepared.facts.entries.keys(),
+            tied=self.prepared.tied,
+            task=self.task,
+            inputs=self.batches.inputs,
+            chunk=self.work.chunk,
+            batch_size=self.work.batch_size,
+        )
+
+
+def state_after(phase: PreparedPhase, before: ClientState, job: Job, kept: Tree) -> ClientState | None:
+    """A client's state after its work counts; None where the phase leaves it as it was."""
+    consumes = phase.phase.consumes_batches
+    if not (kept or consumes):
+        return None
+    return ClientState(before.steps + (job.num_steps if consumes else 0), {**before.tree, **kept})
+
+
+class Site:
+    """One client of a federation, at the terms it agreed on with the server.
+
+    `work` and `score` are functions of a request and of what the client keeps; nothing is remembered in between, so a
+    request that comes twice is answered twice with the same bytes. The caller keeps `Mine` where it survives.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        client: int,
+        model: nn.Module,
+        train: Examples,
+        *,
+        task: Task,
+        test: Examples | None = None,
+        mean: tuple[float, ...] = (),
+        std: tuple[float, ...] = (),
+        device: torch.device | str = "cpu",
+        allow_noop: bool = False,
+    ) -> None:
+        place = torch.device(device)
+        agreed = agree(model, terms.method, terms.work, weights=terms.weights, device=place, allow_noop=allow_noop)
+        refuse_other_terms(terms, agreed)
+        x, y = (part.to(place) for part in train)
+        self.terms = terms
+        self.client = client
+        self.sites = Sites(
+            prepared=agreed.prepared,
+            work=agreed.work,
+            device=place,
+            batches=batches_of(own_pool(client, x, y, mean=mean, std=std), agreed),
+            task=task,
+        )
+        if not len(self.sites.batches.rows(client)):
+            raise ConfigError(f"client {client} has no training examples; give it data, or a lower val_fraction")
+        self._test = None if test is None else tuple(part.to(place) for part in test)
+        self._trainer = Trainer(self.sites)
+
+    @staticmethod
+    def hello(name: str, model: nn.Module, num_examples: int) -> Hello:
+        """How a client with this model and so many training examples introduces itself."""
+        versions = {"fednorm": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        return Hello(name=name, num_examples=num_examples, schema=model_digest(model), versions=versions)
+
+    def work(self, request: Request, mine: Mine) -> tuple[Update, Mine]:
+        """Do what a request asks for: what goes to the server, and what this client keeps.
+
+        What it keeps counts once a later request names this exchange as accepted.
+        """
+        phase = self._checked(request)
+        mine = mine.as_of(request.accepted)
+        before = mine.accepted
+        start = phase.start(request.tree, before.tree, self.sites.device)
+        job = self.sites.job(phase, self.client, start, before.steps)
+        (done,) = self._trainer.train(phase, request.numbers, [job], request.probing)
+        update = Update(
+            done.update.report, done.update.shared, done.update.reported, done.update.probed, request.address
+        )
+        after = state_after(phase, before, job, done.kept)
+        if request.purpose is Purpose.QUERY or after is None:
+            return update, mine
+        return update, mine.answered(request.address.number, after)
+
+    def score(self, request: Request, mine: Mine) -> Scores:
+        """Sums of this client's model on its own test data, and on what it set aside for validation."""
+        phase = self._checked(request)
+        own = mine.as_of(request.accepted).accepted.tree
+        state = phase.start(request.tree, own, self.sites.device)
+        pool = self.sites.batches.pool
+        held = self.sites.batches.split(self.client)[1]
+        sums: dict[str, Mapping[str, Any]] = {}
+        if self._test is not None:
+            sums["own_client"] = self.sites.scorer.rows(state, (self._test[0], self._test[1]))
+        if len(held):
+            sums["validation"] = self.sites.scorer.rows(state, (pool.x, pool.y), held)
+        return Scores(client=self.client, address=request.address, sums=sums)
+
+    def own_model(self, server: Tree, mine: Mine, stage: int = -1) -> Tree:
+        """The state of this client's model: the server's entries and its own."""
+        return self.sites.evaluated(stage).start(server, mine.accepted.tree, self.sites.device)
+
+    def _checked(self, request: Request) -> PreparedPhase:
+        """The phase a request names, once it is sure that the request is for this client and these terms."""
+        if request.client != self.client:
+            raise WireError(
+                f"a request for client {request.client} came to client {self.client}; send it there",
+                client=self.client,
+                exchange=request.address.number,
+            )
+        known = request.phase in self.sites.method.all_phases or request.purpose is Purpose.SCORE
+        if not known or request.phase.stage >= len(self.sites.method.stages):
+            raise WireError(
+                f"'{self.terms.method}' has no phase {request.phase}",
+                client=self.client,
+                exchange=request.address.number,
+            )
+        phase = self.sites.phase(request.phase)
+        check_request(request, self.terms.digest, {key: phase.schema[key][0] for key in phase.sent})
+        return phase
+
+
+def batches_of(pool: Pool, agreed: Agreed, *, cohort: int = 1) -> Batches:
+    """The batches of a pool's clients at the local work agreed on; centralized training joins those of a cohort."""
+    work = agreed.work
+    return Batches(
+        pool=pool,
+        seed=work.seed,
+        batch_size=work.batch_size,
+        union_batch_size=work.batch_size * cohort,
+        augmentation=work.augmentation,
+        val_fraction=work.val_fraction,
+        dtype=getattr(torch, work.dtype),
+        remembered=max(4096, 2 * cohort),
+    )
+
+

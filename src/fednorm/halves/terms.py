@@ -1,0 +1,98 @@
+"""How server and clients come to terms: a method and a model become what both halves work with, or are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fednorm.core.method import Method, Phase
+from fednorm.core.report import BySize, Uniform
+from fednorm.core.state import digest, entries
+from fednorm.errors import ConfigError, WireError
+from fednorm.halves.agreed import Agreed
+from fednorm.halves.messages import LocalWork, Terms
+from fednorm.halves.prepared import prepare
+from fednorm.layers.scheduled import set_total_steps
+from fednorm.methods import parse
+
+_NEEDS = {
+    "union": "the data of all clients in one place",
+    "lockstep": "all clients of a round in lock-step",
+}
+
+
+def agree(
+    model: nn.Module,
+    method: str | Method,
+    work: LocalWork,
+    *,
+    weights: str = "size",
+    device: torch.device | str = "cpu",
+    allow_noop: bool = False,
+    name: str = "the model",
+) -> Agreed:
+    """What both halves have once a method, a model and the local work are settled; the model given stays as it is."""
+    chosen = with_weights(parse(method), weights)
+    prepared = prepare(model, chosen, allow_noop=allow_noop, name=name, dtype=getattr(torch, work.dtype))
+    set_total_steps(prepared.model, work.total_steps)
+    prepared.model.to(device)
+    return Agreed(prepared=prepared, work=work, device=torch.device(device))
+
+
+def with_weights(method: Method, weights: str) -> Method:
+    """The method with `uniform` where it would weigh by size; weights a method sets itself stay."""
+    if weights != "uniform":
+        return method
+
+    def change(phase: Phase) -> Phase:
+        swapped = {kind: Uniform() if weigh == BySize() else weigh for kind, weigh in phase.weigh.items()}
+        return replace(phase, weigh=swapped)
+
+    return method.map_phases(change)
+
+
+def terms_of(agreed: Agreed, *, run: str, weights: str = "size", model: str = "") -> Terms:
+    """The terms of a federation whose clients are not in one place; methods that need more are refused by name."""
+    refuse_needs(agreed.method)
+    return Terms(
+        run=run,
+        method=agreed.method.name,
+        weights=weights,
+        model=model or type(agreed.prepared.model).__name__,
+        schema=agreed.schema_digest,
+        initial=digest(agreed.prepared.initial),
+        work=agreed.work,
+    )
+
+
+def refuse_needs(method: Method) -> None:
+    """Refuse what only a simulator can offer."""
+    for need in sorted(method.needs & _NEEDS.keys()):
+        raise ConfigError(
+            f"'{method.name}' needs {_NEEDS[need]}, which only the simulator has; "
+            "use fednorm.run, or another method here"
+        )
+
+
+def model_digest(model: nn.Module) -> str:
+    """A hash of a model's entries with their shapes, before any surgery and in any type of number."""
+    listing = [[entry.key, entry.kind, list(entry.shape)] for entry in entries(model)]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+
+
+def refuse_other_terms(terms: Terms, agreed: Agreed) -> None:
+    """Refuse terms that mean something else here: another version of a method, another model or initial state."""
+    if terms.schema != agreed.schema_digest:
+        raise WireError(
+            f"the server's '{terms.method}' has other entries or policies for {terms.model} than this site's; "
+            "use the same fednorm and the same model on both sides"
+        )
+    if terms.initial != digest(agreed.prepared.initial):
+        raise WireError(
+            f"the server's {terms.model} starts from other values than this site's; build it with the same seed, "
+            "or load the same file on both sides"
+        )

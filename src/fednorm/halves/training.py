@@ -1,0 +1,207 @@
+"""Local training of one client after the other: the reference that everything else must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fednorm.core import rng
+from fednorm.core.report import Report, loss_summary
+from fednorm.core.state import Tree, tree_bytes
+from fednorm.core.step import Batch, Carry, Seen, Step, training_mode
+from fednorm.halves.messages import Update
+from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
+
+if TYPE_CHECKING:
+    from fednorm.halves.site import Sites
+
+BUNCH_STEPS, BUNCH_BYTES = 100, 32 << 20
+"""Steps and bytes of state of the clients that are made ready together, unless one alone has more."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's work in a phase: the state it starts from, its first batch and how many steps each pass takes.
+
+    The tensors of the state may be the server's own: who trains, trains copies.
+    """
+
+    client: int
+    start: Tree
+    first_batch: int
+    steps: tuple[int, ...]
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.steps)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a client hands over (the update) and what it keeps."""
+
+    update: Update
+    kept: Tree
+
+
+@dataclass
+class Training:
+    """A client in the middle of its work."""
+
+    job: Job
+    carry: Carry
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    probed: Tree = field(default_factory=dict[str, Tensor])
+    passed: int = 0
+    """passes that are behind it"""
+
+    @property
+    def left(self) -> range:
+        """The batches of this pass that are still to come."""
+        first = self.job.first_batch
+        return range(first + len(self.losses), first + sum(self.job.steps[: self.passed + 1]))
+
+    def take(self, carry: Carry, seen: Seen) -> None:
+        self.carry = carry
+        self.losses.append(seen.loss)
+        self.probed = seen.probed
+
+
+class Trainer:
+    """Trains clients one by one on the device of their sites."""
+
+    def __init__(self, sites: Sites) -> None:
+        self.sites = sites
+        # Channels last is the layout that CPU kernels of float32 convolutions, norms and poolings like best.
+        self._channels_last = sites.device.type == "cpu" and sites.batches.dtype is torch.float32
+
+    def train(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
+    ) -> Iterator[Outcome]:
+        """The outcomes of some clients' work, in the order of the jobs."""
+        for some in _bunches(jobs):
+            yield from self._train_some(phase, numbers, some, probing)
+
+    def _train_some(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
+    ) -> list[Outcome]:
+        try:
+            return self.finish(phase, numbers, self.begin(phase, jobs), probing)
+        except RuntimeError:
+            if not self._channels_last:
+                raise
+        # A model that calls `view` on its activations depends on their layout; any other error comes again.
+        self._channels_last = False
+        return self.finish(phase, numbers, self.begin(phase, jobs), probing)
+
+    def begin(self, phase: PreparedPhase, jobs: Sequence[Job]) -> list[Training]:
+        """Clients at the start of their work, with copies of their own: layers may change what they hold in place."""
+        layout = self._layout(phase)
+        cohort: list[Training] = []
+        for job in jobs:
+            own = {
+                key: value.clone(memory_format=layout) if value.dim() == 4 else value.clone()
+                for key, value in job.start.items()
+            }
+            cohort.append(Training(job, phase.passes[0].carry(own)))
+        return cohort
+
+    def finish(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], cohort: Sequence[Training], probing: bool
+    ) -> list[Outcome]:
+        """Train each client to its end, pass by pass."""
+        for number, each in enumerate(phase.passes):
+            step = each.step(self.sites.step_spec(each, probing))
+            if number:
+                for client in cohort:
+                    client.passed = number
+                    client.carry = next_pass(each, client.carry, client.job)
+            with training_mode(self.sites.prepared.model, each.rule.hold):
+                self._steps(phase, step, numbers, cohort)
+        return [self._outcome(phase, numbers, client) for client in cohort]
+
+    def _steps(
+        self, phase: PreparedPhase, step: Step, numbers: Mapping[str, float], cohort: Sequence[Training]
+    ) -> None:
+        sites, layout = self.sites, self._layout(phase)
+        batches, seed = sites.batches, sites.work.seed
+        firsts = [each.job.first_batch + sum(each.job.steps[: each.passed]) for each in cohort]
+        seeds = [
+            rng.as_seed(rng.key(seed, "torch", each.job.client, first))
+            for each, first in zip(cohort, firsts, strict=True)
+        ]
+        drawn = [[batches.place(each.job.client, k) for k in each.left] for each in cohort]
+        # Layers of other libraries may draw from torch's own generator; keyed per client, so that a resumed run and
+        # another order of clients draw the same.
+        with torch.random.fork_rng(devices=[]):
+            # Seeding all devices costs a millisecond, as much as a small step.
+            set_seed = torch.manual_seed if sites.device.type != "cpu" else torch.default_generator.manual_seed
+            for client, own_seed, places in zip(cohort, seeds, drawn, strict=True):
+                set_seed(own_seed)
+                for rows, key in places:
+                    x, y = batches.take(rows, key)
+                    x = x.contiguous(memory_format=layout) if x.dim() == 4 else x
+                    client.take(*step(client.carry, Batch(x, y, key), numbers))
+
+    def _layout(self, phase: PreparedPhase) -> torch.memory_format:
+        """How images and filters lie."""
+        together = phase.phase.lockstep
+        return torch.channels_last if self._channels_last and not together else torch.contiguous_format
+
+    def _outcome(self, phase: PreparedPhase, numbers: Mapping[str, float], client: Training) -> Outcome:
+        end = {key: value.contiguous() for key, value in client.carry.tree.items()}
+        losses = torch.stack(client.losses).tolist()
+        return outcome(self.sites, phase, numbers, client.job, end, losses, client.probed)
+
+
+def next_pass(each: PreparedPass, carry: Carry, job: Job) -> Carry:
+    """A client, or a stack of clients, at the start of its next pass: other entries may be trained now."""
+    return each.carry(carry.tree, {key: job.start[key] for key, part in each.parts.items() if part == "params"})
+
+
+def outcome(
+    sites: Sites,
+    phase: PreparedPhase,
+    numbers: Mapping[str, float],
+    job: Job,
+    end: Tree,
+    losses: Sequence[float],
+    probed: Tree,
+) -> Outcome:
+    """What a client hands over after its work, and what it keeps."""
+    facts = sites.prepared.facts
+    for each, steps in zip(phase.passes, job.steps, strict=True):
+        for closing in each.rule.closings:
+            end = {**end, **closing(end, job.start, {**numbers, "steps": float(steps)}, facts)}
+    measured = {name: measure(end, job.start, facts) for name, measure in phase.phase.measures.items()}
+    report = Report(
+        client=job.client,
+        num_examples=sites.batches.num_examples(job.client),
+        losses=loss_summary(losses, sites.batches.per_epoch(job.client)),
+        scalars={name: float(value) for name, value in measured.items()},
+    )
+    parts = phase.split(end)
+    seen = {name: float(value) for name, value in probed.items()}
+    return Outcome(Update(report, parts.shared, parts.reported, seen), parts.kept)
+
+
+def _bunches(jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
+    """The jobs in bunches of few steps and bytes.
+
+    A step drives everything else out of the processor's caches, so what is done before and after the steps takes a
+    third of the time if it is done for several clients at once.
+    """
+    bunch: list[Job] = []
+    steps = size = 0
+    for job in jobs:
+        own = tree_bytes(job.start)
+        if bunch and (steps + job.num_steps > BUNCH_STEPS or size + own > BUNCH_BYTES):
+            yield bunch
+            bunch, steps, size = [], 0, 0
+        bunch.append(job)
+        steps, size = steps + job.num_steps, size + own
+    yield bunch
