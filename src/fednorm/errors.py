@@ -25,6 +25,26 @@ class CheckpointError(FednormError):
     exit_code = 2
 
 
+class StateError(FednormError):
+    """A client does not have the state of its own that the server goes on from."""
+
+    exit_code = 2
+
+
+class WireError(FednormError):
+    """A message that is truncated, altered, or of another run, method, version or schema; nothing was changed by it."""
+
+    exit_code = 2
+
+    def __init__(
+        self, text: str, *, client: int | None = None, exchange: int | None = None, entry: str | None = None
+    ) -> None:
+        self.client, self.exchange, self.entry = client, exchange, entry
+        named = {"client": client, "exchange": exchange, "entry": entry}
+        where = ", ".join(f"{what} {value!r}" for what, value in named.items() if value is not None)
+        super().__init__(f"{where}: {text}" if where else text)
+
+
 class DivergedError(FednormError):
     """Training produced a value that is not finite."""
 
