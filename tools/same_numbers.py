@@ -2,9 +2,9 @@
 
 python tools/same_numbers.py BASE [HEAD] [--engines NAME ...] [--methods EXPRESSION ...] [--quick] [--cache DIR]
 
-HEAD is the working tree unless a commit is named. Every method, some variants and some pairs are played by every engine,
-with all clients and with some a round; compared are the rows, the server's and the clients' state, the facts that a run
-resumes from, and the result. Exit code 0: all equal, 1: something differs, 2: bad input.
+HEAD is the working tree unless a commit is named. Every method, some variants and some pairs are played by every
+engine, with all clients and with some a round; compared are the rows, the server's and the clients' state, the facts
+that a run resumes from, and the result. Exit code 0: all equal, 1: something differs, 2: bad input.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Play many tiny runs with the fednorm that PYTHONPATH names, and write down bit for bit what each left in its folder.
 
-`same_numbers.py` starts this once per commit and engine. It must work in commits whose modules lie elsewhere, so it asks
-fednorm for its public names only and reads run folders by itself.
+`same_numbers.py` starts this once per commit and engine. It must work in commits whose modules lie elsewhere, so it
+asks fednorm for its public names only and reads run folders by itself.
 
 PYTHONPATH=CHECKOUT/src python tools/same_numbers_player.py ENGINE OUT.jsonl FOLDER [EXPRESSION ...]
 
@@ -76,7 +76,7 @@ Found = dict[str, Any]
 """What a run left, by a name that says where: plain values, and tensors as [type, shape, bytes in base64]."""
 
 
-class Block(ResidualBlock):
+class Block(ResidualBlock):  # pyright: ignore[reportGeneralTypeIssues]
     """A residual block with two norms."""
 
     def __init__(self) -> None:
@@ -231,6 +231,8 @@ def cases(engine: str, expressions: list[str]) -> Iterator[tuple[int, str, str]]
 def main(engine: str, out: Path, folder: Path, expressions: list[str]) -> None:
     """Play the expressions, or all, and write a line for each run."""
     torch.set_num_threads(1)
+    if not Path(fednorm.__file__).is_relative_to(os.environ["PYTHONPATH"]):
+        sys.exit(f"Error: PYTHONPATH has no fednorm, and {fednorm.__file__} is not the one to be played")
     getattr(fednorm, "run")  # noqa: B009 - loads what `stay_on_cpu` looks through
     if engine == "traced":
         stay_on_cpu()
