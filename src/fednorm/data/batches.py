@@ -19,6 +19,11 @@ UNION = -1
 """The id of the one client of a centralized run, which owns everybody's data."""
 
 
+def num_held(size: int, val_fraction: float) -> int:
+    """How many of a client's examples validate."""
+    return round(size * val_fraction)
+
+
 @dataclass(frozen=True)
 class Batches:
     """The training batches of a pool's clients, with validation rows set aside."""
@@ -40,17 +45,13 @@ class Batches:
 
     def _split(self, client: int) -> tuple[Tensor, Tensor]:
         rows = self.pool.rows[client]
-        count = self.num_held(len(rows))
+        count = num_held(len(rows), self.val_fraction)
         if not count:
             return rows, rows[:0]
         order = rng.permutation(rng.key(self.seed, "validation", client), len(rows))
         held = order[:count].sort().values
         kept = order[count:].sort().values
         return rows[kept], rows[held]
-
-    def num_held(self, size: int) -> int:
-        """How many of a client's examples validate."""
-        return round(size * self.val_fraction)
 
     def rows(self, client: int) -> Tensor:
         """Training rows of a client, or of all training clients together."""

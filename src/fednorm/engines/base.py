@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -67,6 +68,22 @@ class Played:
     probed: Mapping[int, Mapping[str, float]] | None = None
 
 
+MOST_AWAITED = 64
+"""Exchanges whose reports may wait on the device."""
+
+
+class Awaited(Sequence[Report], ABC):
+    """Reports that are still on a device: they are read when somebody looks at them, and checked only then."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Let the reports come to the host, where they are read later."""
+
+    @abstractmethod
+    def flaws(self) -> dict[int, str]:
+        """Clients with numbers that cannot be used, and why."""
+
+
 class Engine(Protocol):
     """Plays exchanges, of one run or of several at once."""
 
@@ -83,7 +100,7 @@ class Engine(Protocol):
         """Play and merge what runs ask for; an error is one run's, which need not be the end of others."""
         ...
 
-    def bring_home(self, order_states: ClientStates, held: Holder) -> None:
+    def bring_home(self, states: ClientStates, held: Holder) -> None:
         """Put into a run's store what its clients keep elsewhere."""
         ...
 
@@ -109,7 +126,7 @@ class PlainEngine:
     def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
         return [attempt(play_plainly, order, self.train) for order in orders]
 
-    def bring_home(self, order_states: ClientStates, held: Holder) -> None:
+    def bring_home(self, states: ClientStates, held: Holder) -> None:
         """Nothing is kept elsewhere."""
 
     def close(self) -> None:

@@ -49,3 +49,32 @@ def find_device(name: str) -> torch.device:
     if not available.get(device.type, False) or (device.index or 0) >= max(1, torch.cuda.device_count()):
         raise ConfigError(f"device '{name}' is not available on this machine; give auto or cpu")
     return device
+
+
+@contextmanager
+def precision(name: str) -> Iterator[None]:
+    """Let float32 be rounded to tf32 inside products only where the precision allows it; given back afterwards."""
+    import torch
+
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    for switch in switches:
+        switch.allow_tf32 = name != "fp32"
+    try:
+        yield
+    finally:
+        for switch, allowed in zip(switches, before, strict=True):
+            switch.allow_tf32 = allowed
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for torch, given back afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

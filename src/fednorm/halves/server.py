@@ -8,7 +8,7 @@ admitted, merged and noted, which opens the next. An engine may do the merging i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from fednorm.halves.agreed import Agreed
 from fednorm.halves.merging import Stacks, flaws, merge_updates
 from fednorm.halves.messages import Address, Request, Scores, Terms, Update
 from fednorm.halves.prepared_phase import PreparedPhase
-from fednorm.halves.wire import check_update
+from fednorm.halves.wire import check_answer, check_update
 
 log = logging.getLogger("fednorm.server")
 Row = dict[str, Any]
@@ -77,7 +77,7 @@ class Server:
         quorum: float | None = None,
         score_every: int | None = None,
         held: Holder | None = None,
-        reported: MutableMapping[int, Tree] | None = None,
+        keep_reported: bool = True,
         terms: Terms | None = None,
         sizes: Mapping[int, int] | None = None,
     ) -> None:
@@ -87,8 +87,9 @@ class Server:
         self.quorum = quorum
         self.score_every = score_every
         self.held = held or Held(agreed.initial())
-        self.reported = {} if reported is None else reported
-        """the last entries of each client that are reported and not merged"""
+        self.reported: dict[int, Tree] = {}
+        """the last entries of each client that are reported and not merged, unless they are kept elsewhere"""
+        self._keep_reported = keep_reported
         self.terms = terms
         self.sizes = sizes
         self.round = 0
@@ -129,6 +130,8 @@ class Server:
             id = self._course(number)[self._step]
             if id.purpose is Purpose.QUERY and self._aside is None:
                 self._aside = _copy(self.held.tree), _copy(self.held.memory)
+            if id.purpose is Purpose.SCORE:
+                self.scores = {}
             phase = self.agreed.phase(id)
             numbers = {} if id.purpose is Purpose.SCORE else self.agreed.numbers(id, number)
             self._open = Exchange(self._number, self._attempt, number, phase, self.cohort(number, phase), numbers)
@@ -194,13 +197,13 @@ class Server:
             phase.phase, self.held.tree, updates, phase.schema, self.held.memory, reports, stacks
         )
         for update in updates:
-            if update.reported:
+            if update.reported and self._keep_reported:
                 self.reported[update.client] = update.reported
 
     # -- note --
 
-    def note(self, reports: Sequence[Report], accepted: int, probed: Mapping[int, Mapping[str, float]] | None = None):
-        """Take down what an exchange was, after its merge, and go on to the next; `accepted` updates were used."""
+    def note(self, reports: Sequence[Report], probed: Mapping[int, Mapping[str, float]] | None = None) -> None:
+        """Take down what an exchange was, after its merge, and go on to the next; `reports` are of accepted updates."""
         exchange = self._opened()
         if exchange.purpose is Purpose.TRAIN:
             self.reports = reports
@@ -209,7 +212,7 @@ class Server:
             cost = exchange.phase.cost
             self.row["exchanges"] += cost.exchanges
             self.row["bytes_down"] += cost.down * len(exchange.cohort)
-            self.row["bytes_up"] += cost.up * accepted
+            self.row["bytes_up"] += cost.up * len(reports)
         if probed is not None:
             self.row.setdefault("probes", {})[exchange.phase.phase.name] = dict(probed)
         self._go_on()
@@ -269,7 +272,14 @@ class Server:
                 client=client,
                 exchange=exchange.number,
             )
-        check_update(answer, self._address(), exchange.phase)
+        address, schema = self._address(), exchange.phase.schema
+        if isinstance(answer, Scores):
+            check_answer(answer, address)
+        else:
+            shared, told = (
+                {key: schema[key][0] for key in keys} for keys in (exchange.phase.shared, exchange.phase.reported)
+            )
+            check_update(answer, address, shared, told)
         if client in self._taken or client in self.scores:
             log.info("client %d answered exchange %d twice; the second answer is ignored", client, exchange.number)
             return False
@@ -308,7 +318,7 @@ class Server:
         self.merge(usable)
         if exchange.keeps and (exchange.phase.kept or exchange.phase.phase.consumes_batches):
             self._accepted |= {update.client: exchange.number for update in usable}
-        self.note([update.report for update in usable], len(usable))
+        self.note([update.report for update in usable])
 
     def retry(self) -> None:
         """Begin the open exchange again, such as when too few answered in time; what was taken of it is dropped."""
@@ -329,7 +339,7 @@ class Server:
             "stage": self.stage,
             "switch": self.switch_memory,
             "reports": [vars(report) for report in self.reports],
-            "row": self.row,
+            "row": self.row if self._step else {},
             "number": self._number,
             "attempt": self._attempt,
             "step": self._step,
@@ -340,25 +350,30 @@ class Server:
         if self._aside is not None:
             trees |= {"aside": self._aside[0], "aside_memory": self._aside[1]}
         for client, tree in self.reported.items():
-            trees[f"reported {client}"] = tree
+            trees[f"{_REPORTED}{client}"] = tree
         return facts, trees
 
-    def load(self, facts: Mapping[str, Any], trees: Mapping[str, Tree]) -> None:
-        """Go on from what `state` gave."""
-        if facts["terms"] != (self.terms.digest if self.terms else ""):
+    def load(self, facts: Mapping[str, Any], trees: Mapping[str, Tree] | None = None) -> None:
+        """Go on from what `state` gave; without trees, those that are held stay."""
+        if facts.get("terms", "") != (self.terms.digest if self.terms else ""):
             raise WireError("the stored state is of other terms; start the run anew, or with what it was begun with")
-        self.round, self.stage, self.row = facts["round"], facts["stage"], dict(facts["row"])
-        self.switch_memory = facts["switch"]
+        self.round, self.switch_memory = facts["round"], facts["switch"]
         self.reports = [Report(**report) for report in facts["reports"]]
-        self._number, self._attempt, self._step = facts["number"], facts["attempt"], facts["step"]
-        self._decided = facts["decided"]
-        self._accepted = {int(client): number for client, number in facts["accepted"].items()}
+        self.stage, self.row = facts.get("stage", 0), dict(facts.get("row", {}))
+        self._number, self._attempt = facts.get("number", 1), facts.get("attempt", 1)
+        self._step, self._decided = facts.get("step", 0), facts.get("decided", self.round)
+        self._accepted = {int(client): number for client, number in facts.get("accepted", {}).items()}
+        self._open, self._taken = None, {}
+        if trees is None:
+            return
         self.held.tree, self.held.memory = dict(trees["model"]), dict(trees["memory"])
         self._aside = (trees["aside"], trees["aside_memory"]) if "aside" in trees else None
-        named = ((name.removeprefix("reported "), tree) for name, tree in trees.items() if name.startswith("reported "))
-        for client, tree in named:
-            self.reported[int(client)] = tree
-        self._open, self._taken = None, {}
+        self.reported = {
+            int(name.removeprefix(_REPORTED)): tree for name, tree in trees.items() if name.startswith(_REPORTED)
+        }
+
+
+_REPORTED = "reported "
 
 
 def _copy(tree: Tree) -> Tree:

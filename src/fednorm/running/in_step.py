@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from fednorm.engines.stack.device_stack import LOG_ROWS, LateReports, Task
-from fednorm.engines.stack.slot import BatchKey, exchange_on_device
+from fednorm.engines.base import MOST_AWAITED, Engine, Order, Played, attempt
+from fednorm.engines.machine import precision
 from fednorm.errors import FednormError
-from fednorm.pieces.weights import Report
 
 if TYPE_CHECKING:
-    from fednorm.running.run import Row, Run, Wish
+    from fednorm.running.run import Row, Run
 
-P = ParamSpec("P")
-T = TypeVar("T")
 SETTLE_SECONDS = 0.25
 """Rounds that stay on the device are looked at this often: for the progress, and for an interruption."""
 
 
-def play_together(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError]]:
+def play_in_step(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError]]:
     """Play the remaining rounds of some runs in step; rows come when they are settled.
 
     Rounds that stay on the device are settled some at a time, while the next ones are played, so that it never waits
@@ -30,19 +27,16 @@ def play_together(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError
     failed: dict[Run, FednormError] = {}
     burst, new, since = 1, 0, time.perf_counter()
     try:
-        while active := [run for run in runs if run.round < run.plan.config.rounds and run not in failed]:
-            for run, end in play_round(active).items():
-                if isinstance(end, FednormError):
-                    failed[run] = end
-                else:
-                    run.unsettled.append((end, run.reports))
+        while active := [run for run in runs if not run.server.finished and run not in failed]:
+            with precision(active[0].plan.config.engine.precision):
+                failed |= play_round(active)
             new += 1
-            ends = any(run in failed or run.checkpoint_is_set() or not _comes_late(run) for run in active)
+            ends = any(run in failed or run.checkpoint_is_set() or not run.is_ahead for run in active)
             if new < burst and not ends:
                 continue
             ends = ends or any(run.checkpoint_is_due() for run in active)
             for run in active:
-                _send_reports(run)
+                run.send_reports()
             # What was played since the last time stays in flight, unless a checkpoint needs to know of it.
             counts = {run: len(run.unsettled) - (0 if ends else new) for run in active}
             settled = {run: [] if run in failed else attempt(run.settle, count) for run, count in counts.items()}
@@ -53,7 +47,7 @@ def play_together(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError
                 row["seconds"] = round((now - since) / len(rows), 6)
             if rows:
                 pace = (now - since) / (len(rows) / len(active))
-                burst, since = min(LOG_ROWS // 2, max(1, int(SETTLE_SECONDS / pace))), now
+                burst, since = min(MOST_AWAITED // 2, max(1, int(SETTLE_SECONDS / pace))), now
             for run in active:
                 if ends and run not in failed:
                     run.commit_if_due()
@@ -67,63 +61,34 @@ def play_together(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError
             run.close()
 
 
-def _comes_late(run: Run) -> bool:
-    """Whether the last round's reports are still on the device."""
-    return isinstance(run.reports, LateReports)
-
-
-def _send_reports(run: Run) -> None:
-    """Let all reports that are still on the device come to the host, behind the rounds under way."""
-    for _, reports in run.unsettled:
-        if isinstance(reports, LateReports):
-            reports.send()
-
-
-def play_round(runs: Sequence[Run]) -> dict[Run, Row | FednormError]:
-    """The next round of each run; what they ask for at the same time is done at the same time."""
-    turns = {run: run.play(run.round + 1) for run in runs}
-    answers: dict[Run, Any] = dict.fromkeys(runs)
-    ends: dict[Run, Row | FednormError] = {}
+def play_round(runs: Sequence[Run]) -> dict[Run, FednormError]:
+    """The next round of each run; what they ask for at the same time is done at the same time. Returns who failed."""
+    turns = {run: run.play() for run in runs}
+    answers: dict[Run, Played | FednormError | None] = dict.fromkeys(runs)
+    failed: dict[Run, FednormError] = {}
     while turns:
-        wishes: dict[Run, Wish] = {}
+        orders: dict[Run, Order] = {}
         for run, turn in list(turns.items()):
             try:
-                if isinstance(answers[run], FednormError):
-                    raise answers[run]
-                wishes[run] = turn.send(answers[run])
-            except (StopIteration, FednormError) as end:
-                ends[run] = end.value if isinstance(end, StopIteration) else end
+                answer = answers[run]
+                if isinstance(answer, FednormError):
+                    raise answer
+                orders[run] = next(turn) if answer is None else turn.send(answer)
+            except StopIteration:
                 del turns[run]
-        answers = fulfil(wishes)
-    return {run: ends[run] for run in runs}
+            except FednormError as error:
+                failed[run] = error
+                del turns[run]
+        answers = {**dict.fromkeys(turns), **fulfil(orders)}
+    return failed
 
 
-def fulfil(wishes: Mapping[Run, Wish]) -> dict[Run, Sequence[Report] | FednormError]:
-    """Do the exchanges that runs ask for: together on the device where they can stay there, else one by one."""
-    answers: dict[Run, Sequence[Report] | FednormError] = {}
-    groups: dict[BatchKey, dict[Run, Task]] = {}
-    for run, wish in wishes.items():
-        task = run.task(wish) if run.slot and not run.probing(wish.number) else None
-        alike = run.slot.alike(task) if run.slot and task else None
-        if task is not None and alike is not None:
-            groups.setdefault(alike, {})[run] = task
-    for alike, tasks in groups.items():
-        slots = [(run.slot, task, run.store) for run, task in tasks.items() if run.slot]
-        together = attempt(exchange_on_device, slots, alike.work)
-        for place, (run, task) in enumerate(tasks.items()):
-            reports = together if isinstance(together, FednormError) else together[place]
-            if reports is not None:
-                answers[run] = reports
-                run.count(wishes[run], len(task.clients))
-    for run, wish in wishes.items():
-        if run not in answers:
-            answers[run] = attempt(run.exchange, wish)
+def fulfil(orders: Mapping[Run, Order]) -> dict[Run, Played | FednormError]:
+    """Have the exchanges played that runs ask for, those of one engine together."""
+    engines: dict[int, tuple[Engine, list[Run]]] = {}
+    for run in orders:
+        engines.setdefault(id(run.engine), (run.engine, []))[1].append(run)
+    answers: dict[Run, Played | FednormError] = {}
+    for engine, runs in engines.values():
+        answers |= dict(zip(runs, engine.exchange([orders[run] for run in runs]), strict=True))
     return answers
-
-
-def attempt(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | FednormError:
-    """What a function returns, or the error it ends with: one run's, which need not be the end of others."""
-    try:
-        return function(*arguments, **named)
-    except FednormError as error:
-        return error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,90 +14,41 @@ from torch import nn
 
 from fednorm import models
 from fednorm.core.expression import parse_term
-from fednorm.core.method import Method, Phase
-from fednorm.core.optim import Optimizer, optimizer
-from fednorm.core.registry import parse
+from fednorm.core.method import Method
+from fednorm.core.optim import optimizer
 from fednorm.core.schedule import lr_factor
-from fednorm.core.state import Kind, Policy, Tree, entries
+from fednorm.core.state import Kind, Policy, entries
+from fednorm.core.task import Task
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
-from fednorm.data.batches import UNION, Batches
+from fednorm.data.batches import UNION, num_held
 from fednorm.data.federation import Federation
 from fednorm.data.streams import batches_per_epoch
+from fednorm.engines.machine import find_device
 from fednorm.errors import CheckpointError, ConfigError
-from fednorm.halves.merging import Schema
-from fednorm.halves.prepared import Prepared, prepare
-from fednorm.layers.scheduled import set_total_steps
-from fednorm.pieces.weights import by_size, uniform
+from fednorm.halves.messages import LocalWork
+from fednorm.halves.prepared import Prepared
+from fednorm.halves.site import Sites, batches_of
+from fednorm.halves.terms import agree
+from fednorm.methods import parse
 from fednorm.running.config import RunConfig
 from fednorm.running.store import load_tree
-from fednorm.scoring.probes import Probe, find_probes
-from fednorm.scoring.tasks import Task, make_task
-
-_MOST_SCHEMAS = 64
-"""Methods have a handful of phases; a phase made anew for every test must not fill memory."""
+from fednorm.scoring.probes import find_probes
+from fednorm.scoring.tasks import make_task
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything an engine needs; a function of the config and the data alone."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(Sites):
+    """The sites of a whole federation in one place, and what is to be done; a function of the config and the data."""
 
     config: RunConfig
-    method: Method
-    prepared: Prepared
     federation: Federation
-    batches: Batches
-    task: Task
-    optimizer: Optimizer
-    device: torch.device
-    probes: tuple[Probe, ...]
-    _schemas: dict[int, tuple[Phase, Schema]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def cohort_size(self) -> int:
-        return cohort_size(self.config, self.federation)
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        query = (self.method.query,) if self.method.query else ()
-        return self.method.phases + self.method.finish + query
-
-    def schema(self, phase: Phase) -> Schema:
-        """Entry and policy by key in a phase; listed once, since every client of every round asks."""
-        held = self._schemas.get(id(phase))
-        if held is None or held[0] is not phase:
-            if len(self._schemas) >= _MOST_SCHEMAS:
-                self._schemas.clear()
-            held = self._schemas[id(phase)] = phase, self.prepared.schema(phase, self.optimizer)
-        return held[1]
-
-    def initial(self) -> Tree:
-        """The server's first state; entries of the optimizer start at zero where the server keeps them."""
-        tree = {key: value.to(self.device) for key, value in self.prepared.initial.items()}
-        for phase in self.phases:
-            for key, (entry, policy) in self.schema(phase).items():
-                if entry.kind is Kind.OPTIMIZER and policy in (Policy.SHARED, Policy.FROZEN):
-                    tree[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=self.device)
-        return tree
-
-    def num_steps(self, client: int, phase: Phase) -> int:
-        """Steps a client takes in a phase."""
-        fixed = {"epoch": ("epochs", 1), "batch": ("steps", 1)}
-        unit, amount = fixed[phase.work] if phase.work in fixed else self.config.local_work()
-        return amount if unit == "steps" else amount * self.batches.per_epoch(client)
-
-    def numbers(self, phase: Phase, round: int) -> dict[str, float]:
-        """The numbers of a client's training in a round."""
-        train = self.config.train
-        lr = train.lr * lr_factor(train.schedule, round, self.config.rounds)
-        shared = {"lr": lr, "momentum": train.momentum, "weight_decay": train.weight_decay}
-        return {**shared, **phase.rule.numbers}
-
-
-def cohort_size(config: RunConfig, federation: Federation) -> int:
-    """How many clients a round draws."""
-    available = len(federation.training_clients)
-    return min(config.clients_per_round or available, available)
+        """How many clients a round draws."""
+        available = len(self.federation.training_clients)
+        return min(self.config.clients_per_round or available, available)
 
 
 def make_plan(
@@ -107,26 +60,31 @@ def make_plan(
     task: Task | None = None,
 ) -> Plan:
     """Resolve a config; a model, data, method or task given as an object takes the place of the config's name."""
-    method = with_weights(method or parse(config.method), config.train.weights)
+    method = method or parse(config.method)
     lr_factor(config.train.schedule, 1, config.rounds)
     parse_augmentation(config.train.augment)
     device = find_device(config.engine.device)
-    dtype = getattr(torch, config.train.dtype)
     federation = federation or build_federation(config)
-    if config.clients_per_round and config.clients_per_round > len(federation.training_clients):
+    available = len(federation.training_clients)
+    if config.clients_per_round and config.clients_per_round > available:
         raise ConfigError(
-            f"clients_per_round={config.clients_per_round} but only {len(federation.training_clients)} clients train; "
-            "give at most that many"
+            f"clients_per_round={config.clients_per_round} but only {available} clients train; give at most that many"
         )
-    network = (model or build_model(config, federation)).to(dtype)
+    network = build_model(config, federation) if model is None else model
     if config.init:
+        network = copy.deepcopy(network)  # the caller's own model stays as it is
         load_initial(network, load_tree(Path(config.init)), config.init)
-    name = f"model '{config.model}'" if model is None else f"the given {type(model).__name__}"
-    prepared = prepare(network.cpu(), method, allow_noop=config.allow_noop, name=name)
-    prepared.model.to(device)
-    _check_batch_size(config, method, prepared)
+    agreed = agree(
+        network,
+        method,
+        local_work(config, federation, method),
+        weights=config.train.weights,
+        device=device,
+        allow_noop=config.allow_noop,
+        name=f"model '{config.model}'" if model is None else f"the given {type(model).__name__}",
+    )
+    _check_batch_size(config, method, agreed.prepared)
     _check_momentum(config, method)
-    cohort = cohort_size(config, federation)
     federation = replace(
         federation,
         x=federation.x.to(device),
@@ -134,70 +92,80 @@ def make_plan(
         test_x=federation.test_x.to(device),
         test_y=federation.test_y.to(device),
     )
-    batches = Batches(
-        federation=federation,
-        seed=config.seed,
-        batch_size=config.train.batch_size,
-        union_batch_size=config.train.batch_size * cohort,
-        augmentation=config.train.augment,
-        val_fraction=config.data.val_fraction,
-        dtype=dtype,
-        remembered=max(4096, 2 * cohort),
-    )
-    set_total_steps(prepared.model, config.rounds * _typical_steps(config, batches, method))
-    _check_validation(config, batches, method)
-    return Plan(
-        config=config,
-        method=method,
-        prepared=prepared,
-        federation=federation,
-        batches=batches,
-        task=task or make_task(federation.task, federation.num_classes, federation.ignore_index),
-        optimizer=optimizer(config.train.optimizer, config.train.momentum),
+    plan = Plan(
+        prepared=agreed.prepared,
+        work=agreed.work,
         device=device,
+        batches=batches_of(federation.pool, agreed, cohort=min(config.clients_per_round or available, available)),
+        task=task or make_task(federation.task, federation.num_classes, federation.ignore_index),
         probes=find_probes(config.eval.probes),
+        config=config,
+        federation=federation,
+    )
+    _check_validation(plan)
+    return plan
+
+
+def local_work(config: RunConfig, federation: Federation, method: Method) -> LocalWork:
+    """What every client does in a round, as a config says."""
+    train = config.train
+    unit, amount = config.local_work()
+    return LocalWork(
+        seed=config.seed,
+        rounds=config.rounds,
+        unit=unit,
+        amount=amount,
+        batch_size=train.batch_size,
+        augmentation=train.augment,
+        val_fraction=config.data.val_fraction,
+        optimizer=train.optimizer,
+        lr=train.lr,
+        momentum=train.momentum,
+        weight_decay=train.weight_decay,
+        decay_vectors=train.decay_vectors,
+        schedule=train.schedule,
+        dtype=train.dtype,
+        chunk=config.eval.chunk,
+        total_steps=config.rounds * _typical_steps(config, federation, method),
     )
 
 
-def _typical_steps(config: RunConfig, batches: Batches, method: Method) -> int:
+def _typical_steps(config: RunConfig, federation: Federation, method: Method) -> int:
     """Steps of an average client in a round, for layers whose schedule spans the training."""
     unit, amount = config.local_work()
     if unit == "steps":
         return amount
-    if method.data == "union":
-        return max(1, amount * batches.per_epoch(UNION))
+    size, held = config.train.batch_size, config.data.val_fraction
     # By size, since there may be a million clients but not a million sizes.
-    counts = batches.size_counts()
-    size = batches.batch_size
-    steps = sum(count * batches_per_epoch(n - batches.num_held(n), size) for n, count in counts.items())
+    counts = size_counts(federation)
+    kept = {n: n - num_held(n, held) for n in counts}
+    if method.data == "union":
+        cohort = min(config.clients_per_round or counts.total(), counts.total())
+        total = sum(count * kept[n] for n, count in counts.items())
+        return max(1, amount * batches_per_epoch(total, size * cohort)) if total else 1
+    steps = sum(count * batches_per_epoch(kept[n], size) for n, count in counts.items() if kept[n])
     return max(1, round(amount * steps / counts.total()))
 
 
-def _check_validation(config: RunConfig, batches: Batches, method: Method) -> None:
+def size_counts(federation: Federation) -> Counter[int]:
+    """How many training clients have so many examples, validation included."""
+    sizes, many = federation.sizes.unique(return_counts=True)
+    counts = Counter(dict(zip(sizes.tolist(), many.tolist(), strict=True)))
+    counts.subtract(int(federation.sizes[client]) for client in federation.unseen)
+    return +counts
+
+
+def _check_validation(plan: Plan) -> None:
     """Every client must keep something to train on, and if validation is asked for, some client something for it."""
-    sizes = batches.size_counts()
-    federation = batches.federation
-    if method.data == "each" and any(batches.num_held(size) == size for size in sizes):
+    batches, federation, share = plan.batches, plan.federation, plan.config.data.val_fraction
+    sizes = size_counts(federation)
+    if plan.method.data == "each" and any(num_held(size, share) == size for size in sizes):
         client = next(c for c in federation.training_clients if not len(batches.rows(c)))
         raise ConfigError(f"client {client} has no training examples left; lower data.val_fraction")
-    if method.data == "union" and len(batches.rows(UNION)) == 0:
+    if plan.method.data == "union" and len(batches.rows(UNION)) == 0:
         raise ConfigError(f"client {UNION} has no training examples left; lower data.val_fraction")
-    if config.data.val_fraction and not any(batches.num_held(size) for size in sizes):
-        raise ConfigError(
-            f"data.val_fraction={config.data.val_fraction} sets no example of any client aside; give a larger share"
-        )
-
-
-def with_weights(method: Method, weights: str) -> Method:
-    """The method with `uniform` where it would weigh by size; weights a method sets itself stay."""
-    if weights != "uniform":
-        return method
-
-    def change(phase: Phase) -> Phase:
-        swapped = {kind: uniform if weigh is by_size else weigh for kind, weigh in phase.weigh.items()}
-        return replace(phase, weigh=swapped)
-
-    return method.map_phases(change)
+    if share and not any(num_held(size, share) for size in sizes):
+        raise ConfigError(f"data.val_fraction={share} sets no example of any client aside; give a larger share")
 
 
 def build_federation(config: RunConfig) -> Federation:

@@ -17,7 +17,7 @@ from fednorm.core.phases import PhaseId
 from fednorm.core.report import Report
 from fednorm.core.state import Entry, Policy, Tree
 from fednorm.data.batches import Batches
-from fednorm.engines.base import stack_trees
+from fednorm.engines.base import MOST_AWAITED, Awaited, stack_trees
 from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.phase_program import FINE, LOSSES, NOT_FINITE, LogCopy, PhaseProgram, named, unnamed
@@ -30,8 +30,6 @@ from fednorm.halves.site import Sites
 AnyProgram = TypeVar("AnyProgram", bound=PhaseProgram)
 DEVICES = {"cuda"}
 """Where rounds stay on the device; elsewhere there is little to gain."""
-LOG_ROWS = 64
-"""Exchanges whose reports may wait on the device."""
 _MOST_SHAPES = 8
 """A shape of work other than a phase's first gets a program when it comes often, and only the first few shapes do."""
 _AHEAD = 64
@@ -64,7 +62,7 @@ class Work(NamedTuple):
     """of the batches of equal work"""
 
 
-class LateReports(Sequence[Report]):
+class LateReports(Awaited):
     """Reports that are read from the device when somebody looks at them."""
 
     def __init__(self, program: PhaseProgram, slot: int, row: int, task: Assignment, sites: Sites) -> None:
@@ -277,7 +275,7 @@ class DeviceStack:
             self._programs[key] = kind(
                 self.sites, self.sites.phase(task.phase.id), self._state, self._layouts, self._batches,
                 numbers=list(task.exchange.numbers), runs=len(tasks), memory=memory, clients=len(task.clients),
-                steps=steps, batch_size=size, log_rows=LOG_ROWS, keep=task.exchange.keeps,
+                steps=steps, batch_size=size, log_rows=MOST_AWAITED, keep=task.exchange.keeps,
             )  # fmt: skip
         return key, self._programs[key]
 
@@ -286,7 +284,7 @@ class DeviceStack:
     ) -> dict[int, LateReports]:
         runs = sorted(tasks)
         for row in range(len(runs)):  # the place in the log is taken again
-            if late := self._waiting.get((program, program.turn % LOG_ROWS, row)):
+            if late := self._waiting.get((program, program.turn % MOST_AWAITED, row)):
                 late.settle()
         try:
             program.send(message)

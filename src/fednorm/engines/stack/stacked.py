@@ -106,9 +106,9 @@ class StackedEngine:
             held.forget(order.exchange.cohort)
         return done
 
-    def bring_home(self, order_states: ClientStates, held: Holder) -> None:
+    def bring_home(self, states: ClientStates, held: Holder) -> None:
         if isinstance(held, StackSlot):
-            held.bring_home(order_states)
+            held.bring_home(states)
 
     def close(self) -> None:
         """Nothing is held beside memory."""
