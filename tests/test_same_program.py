@@ -14,10 +14,10 @@ import torch
 
 import fednorm
 import tiny
-from fednorm.core.registry import known_methods
 from fednorm.engines.stack.device_stack import LOG_ROWS, DeviceStack
 from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.errors import DivergedError, FednormError
+from fednorm.methods import known_methods
 from fednorm.running.api import Interrupted
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.folder import RunFolder

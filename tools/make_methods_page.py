@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fednorm.core.registry import known_methods, parse
 from fednorm.core.state import Kind
+from fednorm.methods import known_methods, parse
 from fednorm.views.describe_method import ABSENT, REFERENCE, describe
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -9,8 +9,8 @@ import torch
 
 import tiny
 from fednorm.core.method import Method
-from fednorm.core.registry import known_methods, parse
 from fednorm.data.federation import Federation, from_clients
+from fednorm.methods import known_methods, parse
 from fednorm.running.plan import make_plan
 from fednorm.views.describe_method import ABSENT, describe
 

@@ -7,9 +7,10 @@ import itertools
 import pytest
 
 from fednorm.core.method import Method, Part
-from fednorm.core.registry import known_methods, parse, register
+from fednorm.core.registry import register
 from fednorm.core.state import Kind, Policy
 from fednorm.errors import ConfigError
+from fednorm.methods import known_methods, parse
 from fednorm.pieces.changes import nothing
 
 

@@ -13,7 +13,7 @@ from fednorm.cli.output import print_json, print_table
 
 def methods(json: Json = False) -> None:
     """List the methods: papers, what stays local, what clients must keep, bytes and exchanges."""
-    from fednorm.core.registry import known_methods
+    from fednorm.methods import known_methods
     from fednorm.views.describe_method import describe
 
     found = []

@@ -25,8 +25,8 @@ def inspect(
     from fednorm import models
     from fednorm.core.expression import parse_term
     from fednorm.core.optim import MOMENTUM_SGD
-    from fednorm.core.registry import parse
     from fednorm.halves.prepared import prepare
+    from fednorm.methods import parse
     from fednorm.views.describe import describe
 
     term = parse_term(model, "model", "resnet20(shortcut=B)")

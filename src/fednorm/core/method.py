@@ -7,17 +7,19 @@ and when to go from one stage to the next. Engines, the command line and the ada
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from types import FunctionType
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from fednorm.core.frozen import FrozenDict
+from fednorm.core.merge import Maximum, Mean, Merge
+from fednorm.core.newcomer import AsGiven, Newcomer
+from fednorm.core.report import BySize, Report, Weigh
 from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.core.step import StepMaker, train_step
-from fednorm.pieces.merges import Merge, maximum, mean
-from fednorm.pieces.surgery import Surgery
-from fednorm.pieces.weights import Report, Weigh, by_size
+from fednorm.core.surgery import Surgery
 
 Numbers = Mapping[str, float | Tensor]
 """Named numbers of one client's training (lr, mu, ...): floats, or tensors when an engine maps over clients."""
@@ -31,7 +33,7 @@ class Facts:
     head: frozenset[str]
 
 
-Term = Callable[[Tree, Tree, Numbers], Tensor]
+Penalty = Callable[[Tree, Tree, Numbers], Tensor]
 """(parameters, their broadcast values, numbers) -> a scalar that is added to the loss."""
 
 Transform = Callable[[Tree, Tree, Numbers, Facts], Tree]
@@ -48,15 +50,24 @@ Scale = Callable[[nn.Module], Mapping[str, float]]
 class Rule:
     """How one client trains. Structure is static, numbers are data, so an engine may map a rule over many clients."""
 
-    losses: tuple[Term, ...] = ()
+    losses: tuple[Penalty, ...] = ()
     grads: tuple[Transform, ...] = ()
     hold: frozenset[Kind] = frozenset()
     """`statistic`: batch norms use their running statistics and leave them; `affine`: theirs gets no gradient."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, float] = FrozenDict()
     lr_factors: tuple[Scale, ...] = ()
 
+    def __post_init__(self) -> None:
+        _freeze(self, "numbers")
 
-FEDAVG: Mapping[Kind, Policy] = MappingProxyType(
+
+def _freeze(owner: Rule | Phase, *names: str) -> None:
+    """Make mappings that were given read-only and hashable, as all else in a frozen class is."""
+    for name in names:
+        object.__setattr__(owner, name, FrozenDict(getattr(owner, name)))
+
+
+FEDAVG: Mapping[Kind, Policy] = FrozenDict(
     {
         Kind.WEIGHT: Policy.SHARED,
         Kind.AFFINE: Policy.SHARED,
@@ -66,8 +77,8 @@ FEDAVG: Mapping[Kind, Policy] = MappingProxyType(
         Kind.EXTRA: Policy.SHARED,
     }
 )
-BY_SIZE: Mapping[Kind, Weigh] = MappingProxyType(dict.fromkeys(Kind, by_size))
-MEAN: Mapping[Kind, Merge] = MappingProxyType(dict.fromkeys(Kind, mean) | {Kind.COUNTER: maximum})
+BY_SIZE: Mapping[Kind, Weigh] = FrozenDict(dict.fromkeys(Kind, BySize()))
+MEAN: Mapping[Kind, Merge] = FrozenDict({**dict.fromkeys(Kind, Mean()), Kind.COUNTER: Maximum()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +87,10 @@ class Phase:
 
     name: str = "train"
     step: StepMaker = train_step
-    rule: Rule = field(default_factory=Rule)
-    policy: Mapping[Kind, Policy] = field(default_factory=lambda: FEDAVG)
-    weigh: Mapping[Kind, Weigh] = field(default_factory=lambda: BY_SIZE)
-    merge: Mapping[Kind, Merge] = field(default_factory=lambda: MEAN)
+    rule: Rule = Rule()
+    policy: Mapping[Kind, Policy] = FEDAVG
+    weigh: Mapping[Kind, Weigh] = BY_SIZE
+    merge: Mapping[Kind, Merge] = MEAN
     work: Literal["local", "epoch", "batch"] = "local"
     """`local`: the configured local steps or epochs; `epoch`: one pass over the client's data; `batch`: one step."""
     union: bool = False
@@ -90,8 +101,19 @@ class Phase:
     """How many first steps the cohort takes together, with a mean over the clients inside the model."""
     fresh_after_lockstep: bool = False
     """Whether the optimizer starts anew after the steps in lock-step."""
-    measures: Mapping[str, Measure] = field(default_factory=dict)
+    measures: Mapping[str, Measure] = FrozenDict()
     """Scalars each client reports of its work."""
+
+    def __post_init__(self) -> None:
+        _freeze(self, "policy", "weigh", "merge", "measures")
+
+    def __repr__(self) -> str:
+        """What differs from the plain phase; steps may be functions, which say no more than their name."""
+        plain = Phase()
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        shown = {name: value for name, value in own.items() if value != getattr(plain, name)}
+        texts = {name: v.__name__ if isinstance(v, FunctionType) else repr(v) for name, v in shown.items()}
+        return f"Phase({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
     def policy_of(self, entry: Entry) -> Policy:
         """The policy of an entry. The affine of norms without batch statistics (GN, LN) goes with the weights."""
@@ -111,25 +133,20 @@ Memory = dict[str, Any]
 """What a switch remembers between rounds: JSON values only, since it is checkpointed."""
 
 Switch = Callable[[Memory, Progress, Sequence[Report]], tuple[Memory, int]]
-"""(memory, progress, last round's reports) -> (memory, stage of this round)."""
+"""(memory, progress, last round's reports) -> (memory, stage of this round).
 
-
-def stay(memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
-    """One stage, for ever."""
-    return memory, 0
+One that looks at progress alone says so with `uses_reports = False`.
+"""
 
 
 @dataclass(frozen=True)
-class Newcomer:
-    """The statistics of a client that never trained; where training clients keep some local, it has their average.
+class Stay:
+    """One stage, for ever."""
 
-    `given`: as they are; `reestimate`: taken anew from its own unlabelled data; `track`: moved by each test batch.
-    """
+    uses_reports: ClassVar[bool] = False
 
-    rule: Literal["given", "reestimate", "track"] = "given"
-    momentum: float = 0.1
-    variance: Literal["mean", "pooled"] = "mean"
-    """Whether the average of local variances has the part that differs between clients."""
+    def __call__(self, memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
+        return memory, 0
 
 
 Change = Callable[["Method"], "Method"]
@@ -155,12 +172,12 @@ class Method:
     """`union`: one model trains on all clients' data, as if there were no federation."""
     surgery: tuple[tuple[str, Surgery], ...] = ()
     stages: tuple[tuple[Phase, ...], ...] = ((Phase(),),)
-    switch: Switch = stay
+    switch: Switch = Stay()
     finish: tuple[Phase, ...] = ()
     """Exchanges with all clients after the last round."""
     query: Phase | None = None
     """An exchange with all clients before every test, for statistics that training neither makes nor sees."""
-    newcomer: Newcomer = field(default_factory=lambda: Newcomer())
+    newcomer: Newcomer = field(default_factory=AsGiven)
     """How a client that never trained gets its statistics."""
     parts: tuple[Part, ...] = ()
 

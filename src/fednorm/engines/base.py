@@ -11,12 +11,12 @@ import torch
 from torch.func import grad_and_value
 
 from fednorm.core.method import Phase
+from fednorm.core.report import Report, loss_summary
 from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.core.step import Step, StepOut, StepSpec
 from fednorm.errors import ConfigError
 from fednorm.halves.merging import DOWN, Schema, Update, keys_with
 from fednorm.halves.prepared import lr_factors
-from fednorm.pieces.weights import Report, loss_summary
 from fednorm.running.plan import Plan
 
 

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from fednorm.core.method import Phase
+from fednorm.core.report import Report
 from fednorm.core.state import Policy, Tree
 from fednorm.engines.base import Job, Outcome
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.worker_messages import CannotSend, Parcel, pack, shared, slot_bytes, slot_views, survives, unpack
 from fednorm.errors import ConfigError, FednormError
 from fednorm.halves.merging import Update, keys_with
-from fednorm.pieces.weights import Report
 from fednorm.running.plan import Plan
 
 SLOTS = 2

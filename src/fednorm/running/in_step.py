@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from fednorm.core.report import Report
 from fednorm.engines.stack.device_stack import LOG_ROWS, LateReports, Task
 from fednorm.engines.stack.slot import BatchKey, exchange_on_device
 from fednorm.errors import FednormError
-from fednorm.pieces.weights import Report
 
 if TYPE_CHECKING:
     from fednorm.running.run import Row, Run, Wish

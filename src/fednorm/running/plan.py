@@ -14,7 +14,7 @@ from fednorm import models
 from fednorm.core.expression import parse_term
 from fednorm.core.method import Method, Phase
 from fednorm.core.optim import Optimizer, optimizer
-from fednorm.core.registry import parse
+from fednorm.core.report import BySize, Uniform
 from fednorm.core.schedule import lr_factor
 from fednorm.core.state import Kind, Policy, Tree, entries
 from fednorm.data import load_dataset, make_federation
@@ -26,7 +26,7 @@ from fednorm.errors import CheckpointError, ConfigError
 from fednorm.halves.merging import Schema
 from fednorm.halves.prepared import Prepared, prepare
 from fednorm.layers.scheduled import set_total_steps
-from fednorm.pieces.weights import by_size, uniform
+from fednorm.methods import parse
 from fednorm.running.config import RunConfig
 from fednorm.running.store import load_tree
 from fednorm.scoring.probes import Probe, find_probes
@@ -194,7 +194,7 @@ def with_weights(method: Method, weights: str) -> Method:
         return method
 
     def change(phase: Phase) -> Phase:
-        swapped = {kind: uniform if weigh is by_size else weigh for kind, weigh in phase.weigh.items()}
+        swapped = {kind: Uniform() if weigh == BySize() else weigh for kind, weigh in phase.weigh.items()}
         return replace(phase, weigh=swapped)
 
     return method.map_phases(change)

@@ -11,6 +11,7 @@ import torch
 
 from fednorm.core import rng
 from fednorm.core.method import Memory, Phase, Progress
+from fednorm.core.report import Report
 from fednorm.core.state import Kind, Tree
 from fednorm.data.batches import UNION
 from fednorm.engines.base import Job, Outcome, start_views
@@ -22,7 +23,6 @@ from fednorm.engines.stack.slot import StackSlot, allocate_slot
 from fednorm.engines.stack.stacked import StackedEngine
 from fednorm.errors import ConfigError, DivergedError, FednormError, QuorumError
 from fednorm.halves.merging import DOWN, UP, Stacks, flaws, keys_with, merge_updates, not_finite
-from fednorm.pieces.weights import Report
 from fednorm.running.config import differences, to_dict
 from fednorm.running.in_step import play_together
 from fednorm.running.plan import Plan

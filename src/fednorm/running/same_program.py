@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from fednorm.core.method import Method, Phase
-from fednorm.core.registry import parse
 from fednorm.data.federation import Federation
 from fednorm.engines.stack import slot as slot
 from fednorm.engines.stack.device_stack import MOST_LOCAL_BYTES, DeviceStack
 from fednorm.engines.stack.slot import StackSlot, can_stay, local_bytes, reads_channels_last
 from fednorm.halves.prepared import Prepared
+from fednorm.methods import parse
 from fednorm.running.config import EvalConfig, RunConfig
 from fednorm.running.plan import Plan, find_device
 

@@ -12,10 +12,10 @@ from fednorm import models
 from fednorm.core.expression import parse_term
 from fednorm.core.method import Method, Phase
 from fednorm.core.optim import MOMENTUM_SGD
-from fednorm.core.registry import known_methods, parse
 from fednorm.core.state import Kind, Policy
 from fednorm.halves.merging import UP, Schema
 from fednorm.halves.prepared import Prepared, prepare
+from fednorm.methods import known_methods, parse
 from fednorm.views.describe import cost, in_time, sent
 
 REFERENCE = "resnet20"

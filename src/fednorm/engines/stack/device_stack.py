@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from fednorm.core.method import Phase
+from fednorm.core.report import Report
 from fednorm.core.state import Entry, Policy, Tree
 from fednorm.data.batches import Batches
 from fednorm.engines.base import stack_trees, start_view
@@ -21,7 +22,6 @@ from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.phase_program import LOSSES, LogCopy, PhaseProgram, named, unnamed
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
 from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix
-from fednorm.pieces.weights import Report
 from fednorm.running.plan import Plan
 
 AnyProgram = TypeVar("AnyProgram", bound=PhaseProgram)

@@ -14,6 +14,7 @@ from torch import Tensor
 from fednorm.core.method import Phase
 from fednorm.core.optim import joined
 from fednorm.core.reductions import merging
+from fednorm.core.report import Reports
 from fednorm.core.state import Policy, Tree
 from fednorm.core.step import Step, training_mode
 from fednorm.data.batches import Batches
@@ -23,7 +24,6 @@ from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned
 from fednorm.halves.merging import keys_with, merge_stack
-from fednorm.pieces.weights import Reports
 from fednorm.running.plan import Plan
 
 LOSSES = ("all", "last_epoch", "last_batch")
