@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fednorm.core.method import Memory, Progress, Switch
 from fednorm.core.report import Report
 from fednorm.errors import ConfigError
-from fednorm.pieces.switches import WhenLossesAgree, WhenSettled, last_round_before
+from fednorm.pieces.switches import After, WhenLossesAgree, WhenSettled, last_round_before
 
 
 def stages(switch: Switch, reports: Sequence[Sequence[Report]]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from fednorm.core.method import Memory, Progress
@@ -27,10 +27,13 @@ class After:
     """Stage 0 up to and including round T*, stage 1 from then on (t > T*, FixBN's Algorithm 1)."""
 
     at: float | int
+    is_fraction: bool = field(init=False, repr=False)
+    """Keeps round 1 apart from all rounds, 1.0, which Python holds equal."""
     uses_reports: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at = self.at
+        object.__setattr__(self, "is_fraction", isinstance(at, float))
         if isinstance(at, float) and not 0 <= at <= 1:
             raise ConfigError(f"at={at} is not a fraction of the rounds; give 0.0 to 1.0, or a whole number of rounds")
         if isinstance(at, int) and at < 0:
