@@ -26,9 +26,9 @@ from torch import nn
 
 from fednorm import models
 from fednorm.bench.machine import describe_machine
-from fednorm.core.registry import parse
 from fednorm.errors import ConfigError
 from fednorm.halves.prepared import prepare
+from fednorm.methods import parse
 from fednorm.pieces.fold import fold
 from fednorm.running.plan import find_device
 

@@ -18,11 +18,11 @@ from torch import Tensor
 import tiny
 from fednorm.core.method import Facts, Method
 from fednorm.core.reductions import fold
-from fednorm.core.registry import parse
 from fednorm.core.state import Kind, Tree
 from fednorm.data.federation import Federation
 from fednorm.engines.ranks import SpreadCohort, join
 from fednorm.errors import FednormError
+from fednorm.methods import parse
 from fednorm.pieces.changes import merge_by
 from fednorm.running.api import run
 

@@ -12,11 +12,11 @@ import torch
 import tiny
 from checks import keys_of
 from fednorm.core.method import Method
-from fednorm.core.registry import known_methods, parse
 from fednorm.core.state import Kind, Policy, digest
 from fednorm.errors import ConfigError
-from fednorm.pieces.grads import agc
-from fednorm.pieces.losses import proximal
+from fednorm.methods import known_methods, parse
+from fednorm.pieces.grads import AdaptiveClip
+from fednorm.pieces.losses import Proximal
 from fednorm.running.run import Run
 
 
@@ -97,7 +97,7 @@ def policies(method: Method, stage: int = 0) -> dict[Kind, Policy]:
 
 def test_fedwon_with_fedprox_clips_the_gradient_that_holds_the_penalty() -> None:
     (rule,) = [phase.rule for phase in parse("fedwon(clip=0.2)+fedprox(mu=0.5)").phases]
-    assert (rule.losses, rule.grads) == ((proximal,), (agc,))
+    assert (rule.losses, rule.grads) == ((Proximal(),), (AdaptiveClip(),))
     assert rule.numbers == {"agc.clip": 0.2, "prox.mu": 0.5}
 
 

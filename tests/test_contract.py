@@ -12,11 +12,11 @@ import torch
 
 import tiny
 from fednorm.core.method import Method, Phase
-from fednorm.core.registry import known_methods, parse
 from fednorm.core.state import Kind, Policy, digest, tree_bytes
 from fednorm.engines.base import Engine, Job, Outcome
 from fednorm.errors import ConfigError
 from fednorm.halves.merging import keys_with
+from fednorm.methods import known_methods, parse
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store

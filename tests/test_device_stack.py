@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import tiny
-from fednorm.core.registry import known_methods
 from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.ragged import RaggedProgram
 from fednorm.errors import ConfigError
+from fednorm.methods import known_methods
 from fednorm.running.run import Run
 from fednorm.running.store import Store
 from test_stacked import PAIRS, assert_same_clients, gap

@@ -15,10 +15,10 @@ import pytest
 import tiny
 from fednorm import models
 from fednorm.core.expression import literal, parse_term
-from fednorm.core.registry import known_methods, parse
 from fednorm.core.state import Kind
 from fednorm.data.partition import find_partition
 from fednorm.errors import ConfigError
+from fednorm.methods import known_methods, parse
 from fednorm.running.config import RunConfig, all_fields, updated
 
 ROOT = Path(__file__).parents[1]

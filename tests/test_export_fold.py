@@ -14,12 +14,12 @@ import fednorm
 from command import TINY
 from command import fednorm as command_line
 from fednorm import models
-from fednorm.core.registry import parse
 from fednorm.core.state import is_norm
 from fednorm.data.federation import Federation, from_clients
 from fednorm.errors import ConfigError
 from fednorm.halves.prepared import prepare
 from fednorm.layers.ws_conv import WSConv2d
+from fednorm.methods import parse
 from fednorm.pieces.fold import fold
 from fednorm.running.api import Objects
 from fednorm.views.export import export

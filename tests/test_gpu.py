@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny
-from fednorm.core.registry import known_methods
 from fednorm.engines.stack.kernels.layers import use_kernels
+from fednorm.methods import known_methods
 from fednorm.running.run import Run
 from fednorm.running.store import Store
 from test_stacked import gap

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fednorm.core.registry import known_methods
+from fednorm.methods import known_methods
 
 SOURCE = Path(__file__).parents[1] / "src" / "fednorm"
 FILES = sorted(SOURCE.rglob("*.py"))

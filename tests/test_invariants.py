@@ -13,11 +13,11 @@ from torch.func import functional_call
 import tiny
 from checks import warmed_up
 from fednorm.core.method import Phase
-from fednorm.core.registry import parse
 from fednorm.core.state import Kind, Tree, digest, entries, tree_bytes
 from fednorm.core.step import training_mode
 from fednorm.engines.base import Job, Outcome
 from fednorm.halves.prepared import prepare
+from fednorm.methods import parse
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import tiny
 from fednorm.core.method import Method, Phase
-from fednorm.core.registry import known_methods
+from fednorm.core.report import Report, Reports
 from fednorm.core.state import Kind, Policy, Tree, digest
 from fednorm.engines.base import stack_trees
 from fednorm.halves import merging as server_module
 from fednorm.halves.merging import Schema, Update, keys_with, merge_stack, merge_updates
-from fednorm.pieces.weights import Report, Reports
+from fednorm.methods import known_methods
 from fednorm.running.plan import Plan
 
 METHODS = tuple(known_methods())

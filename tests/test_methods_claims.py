@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import tiny
 from checks import EXACT, WHOLE_BATCHES, centralized_sgd, distance, keys_of, only, spied, warmed_up
-from fednorm.core.registry import parse
 from fednorm.core.state import Kind, digest
 from fednorm.data.federation import Federation, from_clients
 from fednorm.errors import ConfigError
 from fednorm.halves.prepared import prepare
+from fednorm.methods import parse
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import tiny
 from checks import EXACT, WHOLE_BATCHES, average, centralized_sgd, distance, keys_of, only, spied, warmed_up
-from fednorm.core.registry import parse
 from fednorm.core.state import Kind, Tree, digest
 from fednorm.errors import ConfigError
+from fednorm.methods import parse
 from fednorm.pieces.moments import inputs_of_norms
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import tiny
 from checks import EXACT, average, keys_of, only, spied
 from fednorm.core.method import Phase
-from fednorm.core.registry import parse
+from fednorm.core.report import Report
 from fednorm.core.state import Kind, Policy, Tree, digest
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.halves.merging import Update, keys_with, merge_updates
-from fednorm.pieces.weights import Report
+from fednorm.methods import parse
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store

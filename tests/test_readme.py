@@ -15,7 +15,7 @@ import typer
 from command import ONE_THREAD
 from fednorm import known_methods
 from fednorm.cli import app
-from fednorm.core.registry import parse
+from fednorm.methods import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from fednorm.core.registry import known_methods
 from fednorm.engines.stack.stacked import StackedEngine
+from fednorm.methods import known_methods
 from fednorm.running.run import Run
 from fednorm.running.store import Store
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import tiny
 from fednorm.core.method import Method, Phase, Rule
-from fednorm.core.registry import known_methods
 from fednorm.core.state import Tree
 from fednorm.engines import choose
 from fednorm.engines.base import Job, start_state
@@ -26,6 +25,7 @@ from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.worker_messages import pack, unpack
 from fednorm.engines.workers import WorkersEngine
 from fednorm.errors import ConfigError, DivergedError, FednormError
+from fednorm.methods import known_methods
 from fednorm.running.api import run
 from fednorm.running.config import EngineConfig
 from fednorm.running.plan import Plan

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fednorm.core.registry import known_methods, parse
+from fednorm.core.newcomer import AsGiven
 from fednorm.core.state import Kind
-from fednorm.views.describe_method import ABSENT, REFERENCE, describe
+from fednorm.methods import known_methods, parse
+from fednorm.views.describe_method import ABSENT, REFERENCE, describe_method
+from fednorm.views.describe_piece import describe_piece
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, READINGS = DOCS / "methods.md", DOCS / "readings.md"
@@ -37,12 +39,13 @@ INTRODUCTION = """\
 
 <!-- Written by tools/make_methods_page.py: change the registry or docs/readings.md and run it again. -->
 
-`fednorm methods` lists them, `fednorm inspect MODEL --method EXPR` shows what one does with every tensor.
+`fednorm methods` lists them, `fednorm methods EXPR` says all of one, `fednorm inspect MODEL --method EXPR` shows what one does with every tensor.
 [Add your own](adding_a_method.md) in one file."""
 
 COSTS = """\
 Bytes are what one client sends in a round, counted on `{model}` with SGD momentum, relative to the {fedavg:,} bytes of
-`fedavg`. `100.0 % → 99.5 %`: the second stage sends less. `1 + 1` exchanges: one a round, one after training."""
+`fedavg`. `100.0 % → 99.5 %`: the second stage sends less. `1 + 1` exchanges: one a round, one after training
+or before every test."""
 
 COMBINE = """\
 Join parts with `+`: `fedwon+fedprox`, `fixbn+global-momentum`, `fedbs+gn`, `fedbn+fedadam`. A part that finds nothing
@@ -82,8 +85,8 @@ def in_time(values: Iterable[str]) -> str:
 
 def overview(facts: dict[str, Any]) -> list[str]:
     stages = facts["stages"]
-    after = facts["after_training"]
-    exchanges = in_time(str(stage["exchanges"]) for stage in stages) + (f" + {after['exchanges']}" if after else "")
+    later = [facts[name]["exchanges"] for name in ("finish", "query") if facts[name]]
+    exchanges = " + ".join([in_time(str(stage["exchanges"]) for stage in stages), *map(str, later)])
     return [
         f"[`{facts['name']}`](#{facts['name']})",
         facts["summary"] + (" (**reconstruction**)" if facts["reconstruction"] else ""),
@@ -98,8 +101,8 @@ def overview(facts: dict[str, Any]) -> list[str]:
 def phase_rows(facts: dict[str, Any]) -> list[list[str]]:
     """A line for each exchange of each stage, with the policies of all kinds."""
     stages = [(f"stage {n}" if len(facts["stages"]) > 1 else "", s) for n, s in enumerate(facts["stages"], 1)]
-    if facts["after_training"]:
-        stages.append(("after training", facts["after_training"]))
+    later = (("finish", "after training"), ("query", "before every test"))
+    stages += [(when, facts[name]) for name, when in later if facts[name]]
     return [
         [
             ", ".join(filter(None, (stage, phase["name"]))),
@@ -124,14 +127,26 @@ def remarks(facts: dict[str, Any]) -> list[str]:
     """What a method does beside its policies."""
     phases = [phase for stage in facts["stages"] for phase in stage["phases"]]
     held = in_time(" and ".join(phase["held"]) for phase in phases if phase["held"])
-    scalars = sorted({scalar for phase in phases for scalar in phase["scalars"]})
+    measures = sorted({name for phase in phases for name in phase["measures"]})
     lockstep = max(phase["lockstep"] for phase in phases)
+    numbers = {name: value for phase in phases for name, value in phase["numbers"].items()}
+
+    def listed(what: str) -> str:
+        return ", ".join(dict.fromkeys(piece for phase in phases for piece in phase[what]))
+
     found = [
         facts["data"] == "union" and "One model trains on everybody's data; nothing is sent.",
+        facts["surgery"] and f"Surgery: {', then '.join(facts['surgery'])}.",
+        len(facts["stages"]) > 1 and f"Goes from one stage to the next: {facts['switch']}.",
+        listed("losses") and f"Added to the loss: {listed('losses')}.",
+        listed("grads") and f"Gradients: {listed('grads')}.",
+        listed("lr_factors") and f"Learning rates: {listed('lr_factors')}.",
+        numbers and f"Numbers: {', '.join(f'`{name}` {value}' for name, value in numbers.items())}.",
         held and f"Held in local training: {held}.",
-        scalars and f"Clients also report: {', '.join(scalars)}.",
+        measures and f"Clients also report: {', '.join(measures)}.",
         lockstep and f"The cohort takes {lockstep} step together, exchanging batch statistics and their gradients.",
-        facts["newcomer"] != "given" and f"Statistics of a client that never trained: {facts['newcomer']}.",
+        facts["newcomers"] != describe_piece(AsGiven())
+        and f"Statistics of a client that never trained: {facts['newcomers']}.",
         *(f"On {REFERENCE}: {note}." for note in facts["notes"]),
     ]
     return [f"- {line}" for line in found if line]
@@ -176,7 +191,7 @@ def claims_table() -> str:
 
 def page() -> str:
     """The whole page."""
-    methods = [describe(name) for name in known_methods()]
+    methods = [describe_method(name) for name in known_methods()]
     fedavg = next(facts for facts in methods if facts["name"] == "fedavg")["stages"][0]["bytes_up"]
     choices = [[situation, f"`{parse(expression).name}`", why] for situation, expression, why in CHOICES]
     readings = READINGS.read_text(encoding="utf-8").replace("\n## ", "\n### ").replace("# ", "## ", 1)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fednorm.core.method import Method as Method
     from fednorm.core.method import Part as Part
-    from fednorm.core.registry import known_methods as known_methods
-    from fednorm.core.registry import parse as parse
     from fednorm.core.registry import register as register
     from fednorm.core.state import Kind as Kind
     from fednorm.core.state import Policy as Policy
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     from fednorm.halves.loop import split as split
     from fednorm.halves.merging import Update as Update
     from fednorm.halves.prepared import prepare as prepare
+    from fednorm.methods import known_methods as known_methods
+    from fednorm.methods import parse as parse
     from fednorm.running.api import run as run
     from fednorm.running.comparison import compare as compare
     from fednorm.running.config import RunConfig as RunConfig
@@ -47,11 +47,11 @@ _HOME = {
     "entries": "core.state",
     "from_clients": "data.federation",
     "kinds": "core.state",
-    "known_methods": "core.registry",
+    "known_methods": "methods",
     "load": "halves.loop",
     "local_rules": "halves.loop",
     "merge": "halves.loop",
-    "parse": "core.registry",
+    "parse": "methods",
     "prepare": "halves.prepared",
     "register": "core.registry",
     "register_norm": "core.state",

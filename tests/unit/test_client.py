@@ -13,11 +13,11 @@ import tiny
 from fednorm.core import rng
 from fednorm.core.method import Rule
 from fednorm.core.optim import SGD
-from fednorm.core.registry import parse
 from fednorm.core.state import Kind, Tree, digest
 from fednorm.core.step import StepSpec, observe_step, train_step, training_mode
 from fednorm.halves.prepared import prepare
-from fednorm.pieces.losses import proximal
+from fednorm.methods import parse
+from fednorm.pieces.losses import Proximal
 from fednorm.scoring.tasks import Classification
 
 NUMBERS = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.01}
@@ -106,7 +106,7 @@ def test_parameters_are_not_touched_in_place_and_the_model_not_at_all() -> None:
 
 def test_the_reported_loss_leaves_out_penalties() -> None:
     model = tiny.residual_net()
-    plain, prox = spec_of(model), spec_of(model, Rule(losses=(proximal,)))
+    plain, prox = spec_of(model), spec_of(model, Rule(losses=(Proximal(),)))
     params, _ = trees_of(plain)
     anchor = {key: value + 1 for key, value in params.items()}
     x, y = tiny.examples(6, 0.5, seed=1)

@@ -7,7 +7,7 @@ import torch
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.readers.domains import DOMAINNET_CLASSES, held_out
 from fednorm.data.registry import DOMAINNET_DOMAINS, OFFICE_DOMAINS, PACS_DOMAINS
-from fednorm.data.verify import describe
+from fednorm.data.verify import describe_dataset
 from fednorm.errors import ConfigError
 
 Image = pytest.importorskip("PIL.Image")
@@ -44,7 +44,7 @@ def test_pacs_folders_are_split_by_domain_and_class(tmp_path):
     assert torch.equal(again.test_x, image_set.test_x)
     federation = make_federation(image_set, "domain", 4, seed=0)
     assert [len(rows) for rows in federation.clients] == [16] * 4
-    assert describe("pacs", tmp_path)["form"] == "class folders by domain"
+    assert describe_dataset("pacs", tmp_path)["form"] == "class folders by domain"
 
 
 def test_domainnet_follows_its_lists_and_takes_ten_classes(tmp_path):

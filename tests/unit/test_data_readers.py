@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fednorm.data import load_dataset
-from fednorm.data.verify import describe, verify
+from fednorm.data.verify import describe_dataset, verify
 from fednorm.errors import ConfigError
 
 DRAW = np.random.default_rng(0)
@@ -50,7 +50,7 @@ def test_idx_files_are_read_from_where_torchvision_leaves_them(tmp_path, name, p
     assert np.array_equal(image_set.train_x[:, 0].numpy(), arrays["train"][0])
     assert np.array_equal(image_set.test_y.numpy(), arrays["t10k"][1])
     assert image_set.train_y.dtype == torch.int64
-    assert describe(name, tmp_path)["form"] == "idx files"
+    assert describe_dataset(name, tmp_path)["form"] == "idx files"
 
 
 def test_a_short_idx_file_is_refused(tmp_path):
@@ -217,11 +217,11 @@ def test_a_broken_archive_is_refused(tmp_path):
 
 def test_describe_says_what_is_not_here(tmp_path, monkeypatch):
     monkeypatch.delenv("FEDNORM_DATA", raising=False)
-    assert describe("cifar10")["get"] == "get it with: fednorm data fetch cifar10 --data-dir DIR"
-    facts = describe("digits_five", tmp_path)
+    assert describe_dataset("cifar10")["get"] == "get it with: fednorm data fetch cifar10 --data-dir DIR"
+    facts = describe_dataset("digits_five", tmp_path)
     assert facts["here"] is False
     assert facts["get"] == "parts missing: mnist, svhn, usps, synth_digits, mnist_m"
-    assert describe("fashion_mnist_small")["form"] == "embedded"
+    assert describe_dataset("fashion_mnist_small")["form"] == "embedded"
     with pytest.raises(ConfigError, match="pacs was not found in"):
         verify("pacs", tmp_path)
 

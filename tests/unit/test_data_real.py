@@ -13,7 +13,7 @@ import torch
 from fednorm.data import DATASETS, load_dataset, make_federation
 from fednorm.data.readers.cifar import CIFAR10_MD5
 from fednorm.data.readers.idx import TRAIN_LABELS_MD5
-from fednorm.data.verify import describe, verify
+from fednorm.data.verify import describe_dataset, verify
 from fednorm.errors import ConfigError
 
 REAL = Path(os.environ.get("FEDNORM_DATA") or Path(__file__).parents[3] / "shared" / "data")
@@ -21,7 +21,7 @@ REAL = Path(os.environ.get("FEDNORM_DATA") or Path(__file__).parents[3] / "share
 
 def real(name):
     """Load a real set or skip with the reason."""
-    if not describe(name, REAL)["here"]:
+    if not describe_dataset(name, REAL)["here"]:
         pytest.skip(f"{name} is not in {REAL} (set FEDNORM_DATA to a folder that has it)")
     pytest.importorskip("PIL", reason="reading packed images needs pillow")
     return load_dataset(name, REAL)

@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fednorm.core.surgery import Surgery
 from fednorm.errors import ConfigError
-from fednorm.layers.cohort import cohort_batch_norm
-from fednorm.layers.norm_free import drop_norms
-from fednorm.layers.shared_stats import hybrid_batch_norm
-from fednorm.layers.static_bn import static_batch_norm
-from fednorm.layers.ws_conv import WSConv2d, weight_standardise
+from fednorm.layers.cohort import ToCohortBN
+from fednorm.layers.norm_free import DropNorms
+from fednorm.layers.shared_stats import ToHybridBN
+from fednorm.layers.static_bn import ToStaticBN
+from fednorm.layers.ws_conv import StandardiseWeights, WSConv2d
 from fednorm.models.mobilenet import mobilenet_v2
 from fednorm.models.resnet import small_resnet
 from fednorm.pieces.fold import fold, fold_with_report
-from fednorm.pieces.surgery import Surgery, group_norm, key_dropout
+from fednorm.pieces.surgery import KeyDropout, ToGroupNorm
 
 
 def warmed(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
@@ -37,7 +38,7 @@ def norms(model: nn.Module) -> int:
 
 @pytest.mark.parametrize(
     "surgeries",
-    [(), (weight_standardise("qiao"),), (cohort_batch_norm(),), (hybrid_batch_norm(),), (key_dropout,)],
+    [(), (StandardiseWeights("qiao"),), (ToCohortBN(),), (ToHybridBN(),), (KeyDropout(),)],
     ids=["plain", "ws", "cohort", "hybrid", "dropout"],
 )
 def test_all_norms_fold_and_outputs_stay(surgeries: tuple[Surgery, ...]) -> None:
@@ -55,7 +56,7 @@ def test_all_norms_fold_and_outputs_stay(surgeries: tuple[Surgery, ...]) -> None
 
 
 def test_a_deep_network_with_depthwise_layers_folds_exactly() -> None:
-    model, _ = weight_standardise("qiao")(mobilenet_v2(5, 3))
+    model, _ = StandardiseWeights("qiao")(mobilenet_v2(5, 3))
     model = warmed(model.double(), (4, 3, 8, 8))
     folded = fold(model)
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
@@ -64,8 +65,8 @@ def test_a_deep_network_with_depthwise_layers_folds_exactly() -> None:
 
 
 def test_norm_free_networks_become_plain_convolutions() -> None:
-    model, _ = drop_norms()(small_resnet(5, 3))
-    model, _ = weight_standardise("scaled", learnable_gain=True)(model)
+    model, _ = DropNorms()(small_resnet(5, 3))
+    model, _ = StandardiseWeights("scaled", learnable_gain=True)(model)
     nn.init.uniform_(model.conv1.channel_gain, 0.5, 2)
     model.eval()
     folded, report = fold_with_report(model)
@@ -178,7 +179,7 @@ def test_untraceable_models_are_left_alone_and_say_so() -> None:
 
 
 def test_unqueried_statistics_are_not_folded_and_no_norm_is_no_work() -> None:
-    model, _ = static_batch_norm()(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    model, _ = ToStaticBN()(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
     assert norms(fold(model)) == 1
     model.train()[1].query = True
     warmed(model, (4, 3, 5, 5))
@@ -186,4 +187,4 @@ def test_unqueried_statistics_are_not_folded_and_no_norm_is_no_work() -> None:
     x = torch.randn(2, 3, 5, 5)
     assert norms(folded) == 0
     assert torch.allclose(folded(x), model(x), atol=1e-6)
-    assert fold_with_report(group_norm()(small_resnet(4, 1))[0])[1].changed == 0
+    assert fold_with_report(ToGroupNorm()(small_resnet(4, 1))[0])[1].changed == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fednorm.core.method import Facts
-from fednorm.pieces.grads import agc, clip_norm, unit_norms
+from fednorm.pieces.grads import AdaptiveClip, ClipNorm, unit_norms
 
 FACTS = Facts(entries={}, head=frozenset({"head"}))
 SHAPES = {"conv": (3, 2, 2, 2), "linear": (3, 4), "bias": (3,), "scalar": (1,), "bare": (), "head": (2, 3)}
@@ -31,7 +31,7 @@ def units(tensor: Tensor) -> Tensor:
 @given(st.integers(0, 10**6), st.floats(1e-6, 1e4), st.floats(1e-3, 10))
 def test_i18_every_unit_is_under_its_bound_and_small_ones_are_untouched(seed: int, scale: float, clip: float) -> None:
     grads, params = trees(seed, scale)
-    clipped = agc(grads, params, {"agc.clip": clip}, FACTS)
+    clipped = AdaptiveClip()(grads, params, {"agc.clip": clip}, FACTS)
     for key in grads.keys() - {"head"}:
         bound = clip * units(params[key]).norm(dim=1).clamp(min=1e-3)
         before, after = units(grads[key]).norm(dim=1), units(clipped[key]).norm(dim=1)
@@ -43,19 +43,19 @@ def test_i18_every_unit_is_under_its_bound_and_small_ones_are_untouched(seed: in
 
 def test_the_last_layer_is_not_clipped() -> None:
     grads, params = trees(0, 1e3)
-    assert torch.equal(agc(grads, params, {"agc.clip": 0.1}, FACTS)["head"], grads["head"])
-    everything = agc(grads, params, {"agc.clip": 0.1}, Facts({}, frozenset()))
+    assert torch.equal(AdaptiveClip()(grads, params, {"agc.clip": 0.1}, FACTS)["head"], grads["head"])
+    everything = AdaptiveClip()(grads, params, {"agc.clip": 0.1}, Facts({}, frozenset()))
     assert not torch.equal(everything["head"], grads["head"])
 
 
 def test_a_bias_of_zero_is_clipped_to_a_ten_thousandth() -> None:
     grads, params = trees(1, 1.0)
-    assert float(agc(grads, params, {"agc.clip": 0.1}, FACTS)["bias"].norm()) == pytest.approx(1e-4)
+    assert float(AdaptiveClip()(grads, params, {"agc.clip": 0.1}, FACTS)["bias"].norm()) == pytest.approx(1e-4)
 
 
 def test_a_gradient_of_zero_stays_zero() -> None:
     grads, params = trees(2, 0.0)
-    for rule, numbers in ((agc, {"agc.clip": 0.1}), (clip_norm, {"clip.norm": 1.0})):
+    for rule, numbers in ((AdaptiveClip(), {"agc.clip": 0.1}), (ClipNorm(), {"clip.norm": 1.0})):
         assert all(not bool(grad.any()) for grad in rule(grads, params, numbers, FACTS).values())
 
 
@@ -73,7 +73,7 @@ def test_clipping_the_whole_gradient_follows_torch(seed: int, scale: float) -> N
     for tensor, grad in zip(theirs, grads.values(), strict=True):
         tensor.grad = grad.clone()
     torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-    ours = clip_norm(grads, params, {"clip.norm": 1.0}, FACTS)
+    ours = ClipNorm()(grads, params, {"clip.norm": 1.0}, FACTS)
     for mine, tensor in zip(ours.values(), theirs, strict=True):
         assert tensor.grad is not None
         assert torch.allclose(mine, tensor.grad, rtol=1e-12, atol=0)

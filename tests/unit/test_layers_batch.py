@@ -11,12 +11,12 @@ from torch.func import functional_call
 
 from fednorm.core import rng
 from fednorm.errors import ConfigError
-from fednorm.layers.adaptive_gn import AdaptiveGroupNorm, adaptive_group_norm
-from fednorm.layers.brn import BatchRenorm, batch_renorm
+from fednorm.layers.adaptive_gn import AdaptiveGroupNorm, ToAdaptiveGroupNorm
+from fednorm.layers.brn import BatchRenorm, ToBatchRenorm
 from fednorm.layers.keyed import key_names
 from fednorm.layers.scheduled import set_total_steps
-from fednorm.layers.shared_stats import FederatedBN, HybridBN, federated_batch_norm, hybrid_batch_norm
-from fednorm.layers.static_bn import StaticBN, static_batch_norm
+from fednorm.layers.shared_stats import FederatedBN, HybridBN, ToFederatedBN, ToHybridBN
+from fednorm.layers.static_bn import StaticBN, ToStaticBN
 
 f64 = torch.float64
 SHAPES = [(8, 5), (8, 5, 7), (8, 5, 3, 4)]
@@ -42,7 +42,7 @@ def batch_norm(shape: tuple[int, ...], **options: object) -> nn.Module:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_renorm_without_room_is_batch_norm(shape: tuple[int, ...]) -> None:
     old = batch_norm(shape)
-    new, report = batch_renorm(total_steps=10, r_max=1.0, d_max=0.0)(copy.deepcopy(old))
+    new, report = ToBatchRenorm(total_steps=10, r_max=1.0, d_max=0.0)(copy.deepcopy(old))
     assert report.notes == ("1 BatchNorm layer became BatchRenorm: affine kept, running statistics kept",)
     x = data(shape).requires_grad_()
     for _ in range(12):
@@ -84,7 +84,7 @@ def test_renorm_ramps_by_the_counter_and_tracks_the_deviation() -> None:
 def test_renorm_starts_from_the_statistics_of_the_batch_norm() -> None:
     old = batch_norm((8, 5, 3, 4))
     old(data((8, 5, 3, 4)))
-    new, _ = batch_renorm(total_steps=10)(copy.deepcopy(old))
+    new, _ = ToBatchRenorm(total_steps=10)(copy.deepcopy(old))
     x = data((8, 5, 3, 4), seed=5)
     assert torch.allclose(new.eval()(x), old.eval()(x), atol=1e-12)
 
@@ -106,7 +106,7 @@ def test_a_scheduled_layer_asks_for_the_length_of_the_training() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_static_norm_trains_on_the_batch_and_is_evaluated_after_a_query(shape: tuple[int, ...]) -> None:
     old = batch_norm(shape, momentum=None)
-    new, report = static_batch_norm()(copy.deepcopy(old))
+    new, report = ToStaticBN()(copy.deepcopy(old))
     assert isinstance(new, StaticBN)
     assert "running statistics dropped" in report.notes[0]
     first, second = data(shape), data(shape, seed=9)
@@ -129,7 +129,7 @@ def test_static_norm_trains_on_the_batch_and_is_evaluated_after_a_query(shape: t
 def test_federated_norm_uses_shared_statistics_and_records_the_batches(shape: tuple[int, ...]) -> None:
     old = batch_norm(shape)
     old(data(shape, seed=4))
-    new, _ = federated_batch_norm()(copy.deepcopy(old))
+    new, _ = ToFederatedBN()(copy.deepcopy(old))
     assert isinstance(new, FederatedBN)
     batches = [data(shape, seed) for seed in range(3)]
     frozen = copy.deepcopy(old).eval()
@@ -151,7 +151,7 @@ def test_federated_norm_uses_shared_statistics_and_records_the_batches(shape: tu
 def test_hybrid_norm_mixes_by_the_factor() -> None:
     old = batch_norm((8, 5, 3, 4))
     old(data((8, 5, 3, 4), seed=4))
-    new, _ = hybrid_batch_norm()(copy.deepcopy(old))
+    new, _ = ToHybridBN()(copy.deepcopy(old))
     assert isinstance(new, HybridBN)
     x = data((8, 5, 3, 4))
     mean = 0.5 * old.running_mean + 0.5 * x.mean((0, 2, 3))
@@ -169,7 +169,7 @@ def test_hybrid_norm_mixes_by_the_factor() -> None:
 
 
 def test_hybrid_factor_learns() -> None:
-    new, _ = hybrid_batch_norm()(batch_norm((8, 5, 3, 4)))
+    new, _ = ToHybridBN()(batch_norm((8, 5, 3, 4)))
     new(data((8, 5, 3, 4))).square().sum().backward()
     assert new.factor.grad.abs().min() > 0
 
@@ -196,7 +196,7 @@ def test_adaptive_norm_at_its_ends_is_group_or_batch_norm(shape: tuple[int, ...]
 
 
 def test_adaptive_norm_draws_by_key_and_latches_once_one_hot() -> None:
-    model, report = adaptive_group_norm()(nn.Sequential(nn.BatchNorm2d(6), nn.BatchNorm2d(9)))
+    model, report = ToAdaptiveGroupNorm()(nn.Sequential(nn.BatchNorm2d(6), nn.BatchNorm2d(9)))
     assert (model[0].groups, model[1].groups, report.changed) == (2, 1, 2)
     names = key_names(model)
     set_total_steps(model, 10**9)  # so long a training that a few steps do not move the temperature

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from fednorm.layers.cohort import CohortBN, cohort_batch_norm, cohort_mean, set_lockstep, share_names
+from fednorm.layers.cohort import CohortBN, ToCohortBN, cohort_mean, set_lockstep, share_names
 from fednorm.models.resnet import small_resnet
 
 f64 = torch.float64
@@ -62,7 +62,7 @@ def lockstep_net() -> nn.Module:
 def test_lockstep_equals_batch_norm_on_the_union() -> None:
     """I20: the averaged gradient and the running statistics are those of centralized BN on the concatenated batch."""
     reference = lockstep_net().train()
-    model, report = cohort_batch_norm()(copy.deepcopy(reference))
+    model, report = ToCohortBN()(copy.deepcopy(reference))
     assert report.notes == ("10 BatchNorm layers became CohortBN: affine kept, running statistics kept",)
     set_lockstep(model, True)
     x = torch.randn(CLIENTS, BATCH, 1, 16, 16, dtype=f64) * torch.arange(1, CLIENTS + 1).reshape(-1, 1, 1, 1, 1)

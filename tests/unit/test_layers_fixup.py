@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from fednorm.errors import ConfigError
-from fednorm.layers.fixup import ShiftedConv2d, ShiftedLinear, fixup, fixup_lr_factors
+from fednorm.layers.fixup import FixupRates, ShiftedConv2d, ShiftedLinear, ToFixup
 from fednorm.models.blocks import BasicBlock, ResidualBlock
 from fednorm.models.resnet import resnet18, resnet20, small_resnet
 
 
 def test_resnet20_has_the_published_parameters() -> None:
-    model, report = fixup(resnet20(10, 3))
+    model, report = ToFixup()(resnet20(10, 3))
     assert sum(p.numel() for p in model.parameters()) == 268_393
     assert sum(p.numel() == 1 for p in model.parameters()) == 47
     assert report.changed == 9
@@ -25,7 +25,7 @@ def test_resnet20_has_the_published_parameters() -> None:
 @pytest.mark.parametrize("build", [resnet20, small_resnet, resnet18])
 def test_logits_start_at_exactly_zero_and_branches_too(build: object) -> None:
     torch.manual_seed(0)
-    model, _ = fixup(build(10, 3))
+    model, _ = ToFixup()(build(10, 3))
     x = torch.randn(2, 3, 16, 16)
     logits = model(x)
     assert torch.equal(logits, torch.zeros(2, 10))
@@ -40,7 +40,7 @@ def test_branch_weights_have_the_published_spread_and_stay_a_rescaling() -> None
     torch.manual_seed(0)
     before = resnet20(10, 3)
     raw = before.layer1[0].conv1.weight.detach().clone()
-    model, _ = fixup(before)
+    model, _ = ToFixup()(before)
     weight = model.layer1[0].conv1.weight
     assert weight.std().item() == pytest.approx(math.sqrt(2 / (16 * 9)) * 9**-0.5, rel=1e-5)
     ratio = weight / raw
@@ -49,7 +49,7 @@ def test_branch_weights_have_the_published_spread_and_stay_a_rescaling() -> None
 
 def test_scalars_sit_where_the_paper_puts_them() -> None:
     torch.manual_seed(0)
-    model, _ = fixup(resnet20(10, 3).double())
+    model, _ = ToFixup()(resnet20(10, 3).double())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.rand_like(parameter))
@@ -65,7 +65,7 @@ def test_scalars_sit_where_the_paper_puts_them() -> None:
 
 
 def test_projection_shortcuts_lose_their_norm_but_keep_their_convolution() -> None:
-    model, _ = fixup(small_resnet(4, 1))
+    model, _ = ToFixup()(small_resnet(4, 1))
     shortcut = model.layer2[0].downsample
     assert isinstance(shortcut[0], ShiftedConv2d)
     assert isinstance(shortcut[1], nn.Identity)
@@ -73,19 +73,19 @@ def test_projection_shortcuts_lose_their_norm_but_keep_their_convolution() -> No
 
 
 def test_learning_rate_factors_cover_scalars_and_biases_alone() -> None:
-    model, _ = fixup(resnet20(10, 3))
-    factors = fixup_lr_factors(model)
+    model, _ = ToFixup()(resnet20(10, 3))
+    factors = FixupRates()(model)
     parameters = dict(model.named_parameters())
     assert len(factors) == 48
     assert set(factors.values()) == {0.1}
     assert {key for key, p in parameters.items() if p.numel() == 1 or key == "fc.bias"} == set(factors)
-    assert fixup_lr_factors(resnet20(10, 3)) == {}
+    assert FixupRates()(resnet20(10, 3)) == {}
 
 
 def test_networks_without_residual_blocks_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 10))
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    same, report = fixup(model)
+    same, report = ToFixup()(model)
     assert report.changed == 0
     assert all(torch.equal(value, state[key]) for key, value in same.state_dict().items())
 
@@ -94,4 +94,4 @@ def test_constant_weights_are_refused() -> None:
     model = small_resnet(4, 1)
     nn.init.zeros_(model.layer1[0].conv1.weight)
     with pytest.raises(ConfigError, match="FixUp rescales weights that were drawn at random"):
-        fixup(model)
+        ToFixup()(model)

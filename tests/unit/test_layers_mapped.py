@@ -11,43 +11,43 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fednorm.core import rng
 from fednorm.core.state import Kind, entries
-from fednorm.layers.adaptive_gn import adaptive_group_norm
-from fednorm.layers.brn import batch_renorm
-from fednorm.layers.cohort import cohort_batch_norm
-from fednorm.layers.fixup import fixup
+from fednorm.core.surgery import Surgery
+from fednorm.layers.adaptive_gn import ToAdaptiveGroupNorm
+from fednorm.layers.brn import ToBatchRenorm
+from fednorm.layers.cohort import ToCohortBN
+from fednorm.layers.fixup import ToFixup
 from fednorm.layers.keyed import key_names
-from fednorm.layers.norm_free import drop_norms, feature_norm, residual_scaling
+from fednorm.layers.norm_free import DropNorms, NormaliseFeatures, ScaleResiduals
 from fednorm.layers.scheduled import set_total_steps
-from fednorm.layers.shared_stats import federated_batch_norm, hybrid_batch_norm
-from fednorm.layers.static_bn import static_batch_norm
-from fednorm.layers.ws_conv import weight_standardise
+from fednorm.layers.shared_stats import ToFederatedBN, ToHybridBN
+from fednorm.layers.static_bn import ToStaticBN
+from fednorm.layers.ws_conv import StandardiseWeights
 from fednorm.models.resnet import small_resnet
 from fednorm.pieces.surgery import (
-    Surgery,
-    group_norm,
-    instance_norm,
-    key_dropout,
-    layer_norm,
-    layer_norm_pixel,
+    KeyDropout,
+    ToGroupNorm,
+    ToInstanceNorm,
+    ToLayerNorm,
+    ToPixelLayerNorm,
 )
 
 SURGERIES: dict[str, tuple[Surgery, ...]] = {
-    "gn": (group_norm(),),
-    "ln": (layer_norm(),),
-    "ln_pixel": (layer_norm_pixel(),),
-    "in": (instance_norm(),),
-    "gn+ws": (group_norm(), weight_standardise("qiao")),
-    "fedwon": (drop_norms(), weight_standardise("scaled", learnable_gain=True)),
-    "fedwon-nf": (drop_norms(), weight_standardise("scaled"), residual_scaling("nf")),
-    "brn": (batch_renorm(total_steps=4, momentum=0.2),),
-    "fixup": (fixup,),
-    "sbn": (static_batch_norm(),),
-    "fedtan-local": (cohort_batch_norm(),),
-    "fbn": (federated_batch_norm(),),
-    "hbn": (hybrid_batch_norm(),),
-    "fednn": (adaptive_group_norm(), weight_standardise("qiao")),
-    "fn": (feature_norm,),
-    "dropout": (key_dropout,),
+    "gn": (ToGroupNorm(),),
+    "ln": (ToLayerNorm(),),
+    "ln_pixel": (ToPixelLayerNorm(),),
+    "in": (ToInstanceNorm(),),
+    "gn+ws": (ToGroupNorm(), StandardiseWeights("qiao")),
+    "fedwon": (DropNorms(), StandardiseWeights("scaled", learnable_gain=True)),
+    "fedwon-nf": (DropNorms(), StandardiseWeights("scaled"), ScaleResiduals("nf")),
+    "brn": (ToBatchRenorm(total_steps=4, momentum=0.2),),
+    "fixup": (ToFixup(),),
+    "sbn": (ToStaticBN(),),
+    "fedtan-local": (ToCohortBN(),),
+    "fbn": (ToFederatedBN(),),
+    "hbn": (ToHybridBN(),),
+    "fednn": (ToAdaptiveGroupNorm(), StandardiseWeights("qiao")),
+    "fn": (NormaliseFeatures(),),
+    "dropout": (KeyDropout(),),
 }
 BATCH_FREE = ("gn", "ln", "ln_pixel", "in", "gn+ws", "fedwon", "fedwon-nf", "fixup")
 CLIENTS = 3

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fednorm.errors import ConfigError
-from fednorm.layers.norm_free import NormFreeBlock, drop_norms, feature_norm, residual_scaling
-from fednorm.layers.ws_conv import RELU_GAIN, WSConv2d, weight_standardise
+from fednorm.layers.norm_free import DropNorms, NormaliseFeatures, NormFreeBlock, ScaleResiduals
+from fednorm.layers.ws_conv import RELU_GAIN, StandardiseWeights, WSConv2d
 from fednorm.models.mobilenet import mobilenet_v2
 from fednorm.models.resnet import resnet18, resnet20, small_resnet
 
@@ -81,7 +81,7 @@ def test_a_constant_filter_gives_finite_gradients(style: str) -> None:
 
 
 def test_learnable_gain_is_a_parameter_of_each_channel() -> None:
-    model, report = weight_standardise("scaled", learnable_gain=True)(nn.Sequential(nn.Conv2d(3, 4, 3).double()))
+    model, report = StandardiseWeights("scaled", learnable_gain=True)(nn.Sequential(nn.Conv2d(3, 4, 3).double()))
     assert dict(model.named_parameters())["0.channel_gain"].shape == (4, 1, 1, 1)
     assert model[0].channel_gain.dtype is f64
     assert report.notes == ("1 convolutions use standardised weights (scaled)",)
@@ -91,7 +91,7 @@ def test_surgery_keeps_raw_tensors_and_settings_and_leaves_linear_alone() -> Non
     conv = nn.Conv2d(4, 8, 3, stride=2, padding=1, dilation=2, groups=2, padding_mode="reflect")
     net = nn.Sequential(conv, nn.Flatten(), nn.Linear(8, 2))
     state = {key: value.clone() for key, value in net.state_dict().items()}
-    model, _ = weight_standardise("qiao")(net)
+    model, _ = StandardiseWeights("qiao")(net)
     assert isinstance(model[0], WSConv2d)
     assert type(model[2]) is nn.Linear
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
@@ -102,7 +102,7 @@ def test_surgery_keeps_raw_tensors_and_settings_and_leaves_linear_alone() -> Non
 
 
 def test_single_weight_filters_stay_and_are_reported() -> None:
-    model, report = weight_standardise("qiao")(nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 3)))
+    model, report = StandardiseWeights("qiao")(nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 3)))
     assert type(model[0]) is nn.Conv2d
     assert report.changed == 1
     assert report.notes[1] == "1 convolutions with one weight a filter left as they are"
@@ -115,14 +115,14 @@ class PaddedConv(nn.Conv2d):
 
 def test_what_cannot_be_standardised_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layer '0' \(PaddedConv\) is a convolution with a forward"):
-        weight_standardise()(nn.Sequential(PaddedConv(1, 2, 2)))
+        StandardiseWeights()(nn.Sequential(PaddedConv(1, 2, 2)))
     with pytest.raises(ConfigError, match="'qiaoo' is not known; did you mean 'qiao'"):
-        weight_standardise("qiaoo")
+        StandardiseWeights("qiaoo")
 
 
 def test_parameter_counts_of_fedwon() -> None:
     def count(model: nn.Module, add_bias: bool) -> int:
-        for operate in (drop_norms(add_bias), weight_standardise("scaled")):
+        for operate in (DropNorms(add_bias), StandardiseWeights("scaled")):
             model, _ = operate(model)
         return sum(p.numel() for p in model.parameters())
 
@@ -135,18 +135,18 @@ def test_parameter_counts_of_fedwon() -> None:
 
 
 def test_drop_norms_reports_and_leaves_norm_free_models_alone() -> None:
-    _, report = drop_norms()(small_resnet(4, 1))
+    _, report = DropNorms()(small_resnet(4, 1))
     assert report.changed == 9
     assert report.notes[1] == "9 convolutions gained a bias of zero"
     plain = nn.Conv2d(1, 1, 3, bias=False)
-    assert drop_norms()(plain)[1].changed == 0
+    assert DropNorms()(plain)[1].changed == 0
     assert plain.bias is None
 
 
 def test_norm_free_blocks_track_the_expected_variance() -> None:
     before = resnet18(4, 3)
     keys = list(before.state_dict())
-    model, report = residual_scaling("nf")(before)
+    model, report = ScaleResiduals("nf")(before)
     betas = [module.beta**2 for module in model.modules() if isinstance(module, NormFreeBlock)]
     assert betas == pytest.approx([1, 1.04, 1.08, 1.04, 1.08, 1.04, 1.08, 1.04])
     assert report.changed == 8
@@ -155,7 +155,7 @@ def test_norm_free_blocks_track_the_expected_variance() -> None:
 
 def test_norm_free_block_computes_its_formula() -> None:
     torch.manual_seed(0)
-    model = drop_norms()(small_resnet(4, 1).double())[0]
+    model = DropNorms()(small_resnet(4, 1).double())[0]
     x = torch.randn(2, 8, 7, 7, dtype=f64)
     block = model.layer1[0]
     wrapped = NormFreeBlock(block, alpha=0.2, beta=1.3)
@@ -163,9 +163,9 @@ def test_norm_free_block_computes_its_formula() -> None:
     down = NormFreeBlock(model.layer2[0], alpha=0.2, beta=1.3)
     expected = (model.layer2[0].shortcut(x / 1.3) + 0.2 * model.layer2[0].main(x / 1.3)).relu()
     assert torch.allclose(down(x), expected, atol=1e-12)
-    assert residual_scaling("plain")(model)[1].changed == 0
+    assert ScaleResiduals("plain")(model)[1].changed == 0
     with pytest.raises(ConfigError, match="'skip' is not known"):
-        residual_scaling("skip")
+        ScaleResiduals("skip")
 
 
 def test_feature_norm_scales_the_input_of_the_last_linear_layer() -> None:
@@ -174,9 +174,9 @@ def test_feature_norm_scales_the_input_of_the_last_linear_layer() -> None:
     feature = net[:2](x)
     expected = net[2](feature / feature.norm(dim=1, keepdim=True) * math.sqrt(9))
     keys = list(net.state_dict())
-    model, report = feature_norm(net)
+    model, report = NormaliseFeatures()(net)
     assert torch.allclose(model(x), expected, atol=1e-12)
     assert report.changed == 1
     assert list(model.state_dict()) == keys
     assert torch.isfinite(model[2](torch.zeros(1, 9, dtype=f64))).all()
-    assert feature_norm(nn.Conv2d(1, 1, 1))[1].changed == 0
+    assert NormaliseFeatures()(nn.Conv2d(1, 1, 1))[1].changed == 0

@@ -14,13 +14,13 @@ from torch import nn
 import tiny
 from fednorm.core import rng
 from fednorm.core.method import Method
-from fednorm.core.registry import known_methods, parse
 from fednorm.core.state import Kind, Tree, digest
 from fednorm.errors import ConfigError
 from fednorm.halves.loop import load, local_rules, merge, split, update
 from fednorm.halves.prepared import prepare
+from fednorm.methods import known_methods, parse
 from fednorm.pieces.changes import add_transform, keep, merge_by, weigh_by
-from fednorm.pieces.weights import by_loss
+from fednorm.pieces.weights import ByLoss
 from fednorm.running.plan import Plan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -309,7 +309,7 @@ def test_methods_that_weigh_or_remember_say_what_is_missing() -> None:
     def counting(old: Tree, updates, weights, memory: Tree) -> tuple[Tree, Tree]:
         return old, {"count": torch.ones(1)}
 
-    weighing: Method = replace(weigh_by(by_loss())(parse("fedavg")), name="mine")
+    weighing: Method = replace(weigh_by(ByLoss())(parse("fedavg")), name="mine")
     assert refusal_of(lambda: merge([update(0, 4, shared)], NET, weighing, server=shared)) == (
         "'mine' weighs clients by a number that is not reported ('last_epoch'); give every update its losses"
     )

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednorm.core import reductions
+from fednorm.core.merge import Maximum, Mean
 from fednorm.core.reductions import fold, weighted_sum
-from fednorm.pieces.merges import maximum, mean
-from fednorm.pieces.weights import Report, Reports, by_size, loss_summary, normalised, uniform
+from fednorm.core.report import BySize, Report, Reports, Uniform, loss_summary, normalised
 
 NUMBERS = st.floats(-1e6, 1e6, width=32)
 SIZES = st.lists(st.integers(1, 10**6), min_size=1, max_size=8)
@@ -29,7 +29,7 @@ def shares(values: Sequence[float]) -> torch.Tensor:
 
 def test_three_clients_worked_by_hand() -> None:
     clients = {"weight": torch.tensor([[value, 1.0] for value in (1.0, 2.0, 7.0)])}
-    merged, memory = mean({"weight": torch.zeros(2)}, clients, by_size(of_sizes((1, 2, 1))), {})
+    merged, memory = Mean()({"weight": torch.zeros(2)}, clients, BySize()(of_sizes((1, 2, 1))), {})
     assert merged["weight"].tolist() == [0.25 * 1 + 0.5 * 2 + 0.25 * 7, 1.0]
     assert merged["weight"].dtype == torch.float32
     assert memory == {}
@@ -37,10 +37,10 @@ def test_three_clients_worked_by_hand() -> None:
 
 @given(SIZES, st.lists(NUMBERS, min_size=1, max_size=5))
 def test_copies_of_one_model_merge_to_it(sizes: list[int], values: list[float]) -> None:
-    weights = by_size(of_sizes(sizes))
+    weights = BySize()(of_sizes(sizes))
 
     def merged(own: torch.Tensor) -> torch.Tensor:
-        return mean({"weight": own}, {"weight": own.expand(len(sizes), -1)}, weights, {})[0]["weight"]
+        return Mean()({"weight": own}, {"weight": own.expand(len(sizes), -1)}, weights, {})[0]["weight"]
 
     single, double = torch.tensor(values, dtype=torch.float32), torch.tensor(values, dtype=torch.float64)
     assert torch.equal(merged(single), single)
@@ -49,12 +49,12 @@ def test_copies_of_one_model_merge_to_it(sizes: list[int], values: list[float]) 
 
 @given(SIZES)
 def test_weights_sum_to_one(sizes: list[int]) -> None:
-    for weigh in (by_size, uniform):
+    for weigh in (BySize(), Uniform()):
         weights = weigh(of_sizes(sizes))
         assert (weights.shape, weights.dtype) == ((len(sizes),), torch.float64)
         assert bool((weights > 0).all())
         assert math.fsum(weights.tolist()) == pytest.approx(1, abs=1e-15 * len(sizes))
-    assert torch.equal(by_size(of_sizes((3, 3))), uniform(of_sizes((1, 2))))
+    assert torch.equal(BySize()(of_sizes((3, 3))), Uniform()(of_sizes((1, 2))))
 
 
 @given(st.lists(st.tuples(NUMBERS, st.floats(0.01, 1)), min_size=1, max_size=6))
@@ -108,7 +108,7 @@ def test_counters_merge_by_maximum_and_stay_integers(counts: list[int], random) 
     old = {"num_batches_tracked": torch.tensor(0)}
     for order in (counts, random.sample(counts, len(counts))):
         clients = {"num_batches_tracked": torch.tensor(order)}
-        merged = maximum(old, clients, uniform(of_sizes(counts)), {})[0]["num_batches_tracked"]
+        merged = Maximum()(old, clients, Uniform()(of_sizes(counts)), {})[0]["num_batches_tracked"]
         assert (int(merged), merged.dtype) == (max(counts), torch.int64)
 
 

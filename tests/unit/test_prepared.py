@@ -8,13 +8,13 @@ from torch import nn
 
 import tiny
 from fednorm.core.method import Rule
-from fednorm.core.registry import parse
 from fednorm.core.state import Kind, Policy, digest
+from fednorm.core.surgery import SurgeryReport
 from fednorm.errors import ConfigError
 from fednorm.halves.prepared import facts_of, lr_factors, prepare, surgery_done
 from fednorm.layers.keyed import KeyedDropout
+from fednorm.methods import parse
 from fednorm.pieces.changes import operate
-from fednorm.pieces.surgery import SurgeryReport
 
 
 def refusal_of(model: nn.Module, method: str) -> str:

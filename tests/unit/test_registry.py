@@ -7,10 +7,11 @@ import itertools
 import pytest
 
 from fednorm.core.method import Method, Part
-from fednorm.core.registry import known_methods, parse, register
+from fednorm.core.registry import register
 from fednorm.core.state import Kind, Policy
 from fednorm.errors import ConfigError
-from fednorm.pieces.changes import nothing
+from fednorm.methods import known_methods, parse
+from fednorm.pieces.changes import Nothing
 
 
 def refusal_of(expression: str) -> str:
@@ -99,10 +100,10 @@ def test_a_whole_number_is_a_fraction_where_a_fraction_is_wanted() -> None:
 
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ConfigError) as refusal:
-        register("fedavg", paper="-", summary="-")(lambda: Part(nothing))
+        register("fedavg", paper="-", summary="-")(lambda: Part(Nothing()))
     assert str(refusal.value) == "method 'fedavg' is registered already; choose another name"
     with pytest.raises(ConfigError) as refusal:
-        register("my method", paper="-", summary="-")(lambda: Part(nothing))
+        register("my method", paper="-", summary="-")(lambda: Part(Nothing()))
     assert str(refusal.value) == "method name 'my method' is not usable; expected letters, digits, '-' and '_'"
     assert "my method" not in known_methods()
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fednorm.core.method import Phase
-from fednorm.core.registry import parse
+from fednorm.core.report import Report
 from fednorm.core.state import Kind, Policy, Tree, digest, model_state
 from fednorm.errors import ConfigError
 from fednorm.halves import merging as server
 from fednorm.halves.merging import Update, flaw, flaws, keys_with, merge_updates
 from fednorm.halves.prepared import prepare
-from fednorm.pieces.weights import Report
+from fednorm.methods import parse
 
 NET = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
 PREPARED = prepare(NET, parse("fedavg"))

@@ -14,9 +14,9 @@ from torch.func import functional_call
 
 from fednorm.core import rng
 from fednorm.errors import ConfigError
-from fednorm.layers.brn import batch_renorm
+from fednorm.layers.brn import ToBatchRenorm
 from fednorm.layers.keyed import KeyedDropout, key_names
-from fednorm.layers.shared_stats import hybrid_batch_norm
+from fednorm.layers.shared_stats import ToHybridBN
 from fednorm.pieces import surgery
 
 
@@ -40,10 +40,10 @@ def small_net() -> nn.Module:
 
 
 PLAIN_SWAPS = {
-    "gn": surgery.group_norm(),
-    "ln": surgery.layer_norm(),
-    "ln_pixel": surgery.layer_norm_pixel(),
-    "in": surgery.instance_norm(),
+    "gn": surgery.ToGroupNorm(),
+    "ln": surgery.ToLayerNorm(),
+    "ln_pixel": surgery.ToPixelLayerNorm(),
+    "in": surgery.ToInstanceNorm(),
 }
 
 
@@ -73,7 +73,7 @@ def test_keys_affine_dtype_and_mode_stay(name: str) -> None:
 @given(groups=st.integers(1, 40), channels=st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
 def test_group_count_is_the_largest_divisor_not_above_the_wish(groups: int, channels: int) -> None:
-    model, _ = surgery.group_norm(groups)(nn.BatchNorm2d(channels))
+    model, _ = surgery.ToGroupNorm(groups)(nn.BatchNorm2d(channels))
     assert isinstance(model, nn.GroupNorm)
     fitting = [g for g in range(1, channels + 1) if channels % g == 0 and g <= groups]
     assert model.num_groups == max(fitting)
@@ -88,7 +88,7 @@ def test_one_group_is_layer_norm_and_c_groups_is_instance_norm() -> None:
     assert torch.allclose(swap["ln"], shape * old.weight[:, None, None], atol=1e-12)
     by_channel = nn.functional.instance_norm(x, weight=old.weight, bias=old.bias)
     assert torch.allclose(swap["in"], by_channel, atol=1e-12)
-    assert torch.allclose(surgery.group_norm(6)(copy.deepcopy(old))[0](x), by_channel, atol=1e-12)
+    assert torch.allclose(surgery.ToGroupNorm(6)(copy.deepcopy(old))[0](x), by_channel, atol=1e-12)
     pixel = nn.functional.layer_norm(x.permute(0, 2, 3, 1), (6,), old.weight, old.bias).permute(0, 3, 1, 2)
     assert torch.allclose(swap["ln_pixel"], pixel, atol=1e-12)
 
@@ -103,22 +103,22 @@ def test_vectors_get_layer_norm(name: str) -> None:
 
 def test_batchnorm1d_on_sequences_is_swapped_over_channels_and_length() -> None:
     x = torch.randn(4, 6, 7, dtype=torch.float64)
-    model, _ = surgery.layer_norm()(nn.BatchNorm1d(6).double())
+    model, _ = surgery.ToLayerNorm()(nn.BatchNorm1d(6).double())
     flat = nn.functional.layer_norm(x.reshape(4, -1), (42,)).reshape(x.shape)
     assert torch.allclose(model(x), flat, atol=1e-12)
-    pixel, _ = surgery.layer_norm_pixel()(nn.BatchNorm1d(6).double())
+    pixel, _ = surgery.ToPixelLayerNorm()(nn.BatchNorm1d(6).double())
     assert torch.allclose(pixel(x).mean(1), torch.zeros(4, 7, dtype=torch.float64), atol=1e-12)
 
 
 def test_instance_norm_refuses_one_pixel() -> None:
-    model, _ = surgery.instance_norm()(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    model, _ = surgery.ToInstanceNorm()(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
     with pytest.raises(ConfigError, match=re.escape("instance norm '1' sees a map of one pixel")):
         model(torch.randn(2, 3, 3, 3))
 
 
 def test_shared_modules_are_made_once_and_stay_shared() -> None:
     shared = nn.BatchNorm2d(4)
-    model, report = surgery.group_norm()(nn.ModuleList([shared, nn.Sequential(shared, shared), nn.BatchNorm2d(4)]))
+    model, report = surgery.ToGroupNorm()(nn.ModuleList([shared, nn.Sequential(shared, shared), nn.BatchNorm2d(4)]))
     assert report.changed == 2
     assert model[0] is model[1][0] is model[1][1]
     assert model[0] is not model[2]
@@ -127,21 +127,21 @@ def test_shared_modules_are_made_once_and_stay_shared() -> None:
 def test_tied_affine_stays_tied() -> None:
     net = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))
     net[1].weight = net[0].weight
-    model, _ = surgery.group_norm()(net)
+    model, _ = surgery.ToGroupNorm()(net)
     assert model[0].weight is model[1].weight
 
 
 def test_root_sync_and_affine_free_layers_are_found() -> None:
-    root, report = surgery.layer_norm()(nn.SyncBatchNorm(4))
+    root, report = surgery.ToLayerNorm()(nn.SyncBatchNorm(4))
     assert isinstance(root, nn.GroupNorm)
     assert report.changed == 1
-    bare, report = surgery.layer_norm()(nn.BatchNorm3d(4, affine=False))
+    bare, report = surgery.ToLayerNorm()(nn.BatchNorm3d(4, affine=False))
     assert bare.weight is None
     assert report.notes == ("1 BatchNorm layer became LayerNorm: running statistics dropped",)
-    assert surgery.layer_norm()(nn.Linear(2, 2))[1] == surgery.SurgeryReport(0, ())
+    assert surgery.ToLayerNorm()(nn.Linear(2, 2))[1] == surgery.SurgeryReport(0, ())
 
 
-@pytest.mark.parametrize("swap", [*PLAIN_SWAPS.values(), batch_renorm(total_steps=5), hybrid_batch_norm()])
+@pytest.mark.parametrize("swap", [*PLAIN_SWAPS.values(), ToBatchRenorm(total_steps=5), ToHybridBN()])
 def test_a_gamma_without_beta_gets_none(swap: surgery.Surgery) -> None:
     old = nn.BatchNorm2d(4)
     nn.init.normal_(old.weight)
@@ -155,7 +155,7 @@ def test_a_gamma_without_beta_gets_none(swap: surgery.Surgery) -> None:
 def test_lazy_layers_are_refused() -> None:
     net = nn.Sequential(nn.LazyBatchNorm2d())
     with pytest.raises(ConfigError, match="layer '0' has no shape yet"):
-        surgery.group_norm()(net)
+        surgery.ToGroupNorm()(net)
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
@@ -179,17 +179,17 @@ class SquareNorm(nn.BatchNorm2d):
 
 
 def test_a_fused_activation_survives_the_swap_and_copies() -> None:
-    model, _ = surgery.group_norm()(BatchNormAct2d(4))
+    model, _ = surgery.ToGroupNorm()(BatchNormAct2d(4))
     x = torch.randn(2, 4, 3, 3)
     assert torch.allclose(copy.deepcopy(model)(x), nn.functional.group_norm(x, 2).relu(), atol=1e-6)
     assert set(model.state_dict()) == {"weight", "bias"}
     with pytest.raises(ConfigError, match=r"layer '0' \(SquareNorm\) is a BatchNorm with layers of its own"):
-        surgery.group_norm()(nn.Sequential(SquareNorm(4)))
+        surgery.ToGroupNorm()(nn.Sequential(SquareNorm(4)))
 
 
 def test_bad_group_count_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 groups"):
-        surgery.group_norm(0)
+        surgery.ToGroupNorm(0)
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_bad_group_count_is_refused() -> None:
 
 def test_masks_are_a_function_of_key_layer_and_call() -> None:
     twice = nn.Dropout(0.5)
-    model, report = surgery.key_dropout(nn.Sequential(twice, twice, nn.Dropout(0.5)))
+    model, report = surgery.KeyDropout()(nn.Sequential(twice, twice, nn.Dropout(0.5)))
     assert report.changed == 2
     x = torch.ones(1000)
     first, second, third = model[0](x), model[1](x), model[2](x)
@@ -216,7 +216,7 @@ def test_masks_are_a_function_of_key_layer_and_call() -> None:
 
 def test_masks_match_a_loop_under_vmap_and_survive_a_copy() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 7), nn.Dropout(0.6))
-    model, _ = surgery.key_dropout(model)
+    model, _ = surgery.KeyDropout()(model)
     keys = rng.key(torch.arange(4), "step", 3)
     x = torch.randn(4, 6, 5)
 
@@ -251,7 +251,7 @@ def test_dropout_rate_and_scale() -> None:
     ],
 )
 def test_channel_dropout_drops_whole_channels(layer: type[nn.Module], shape: tuple[int, ...], axes: tuple) -> None:
-    model, _ = surgery.key_dropout(layer(0.5))
+    model, _ = surgery.KeyDropout()(layer(0.5))
     y = model(torch.ones(shape))
     assert torch.equal(y.amax(axes), y.amin(axes))
     assert 0 < (y > 0).double().mean() < 1
@@ -271,9 +271,9 @@ def test_channel_dropout_drops_whole_channels(layer: type[nn.Module], shape: tup
 def test_randomness_out_of_reach_is_refused(layer: nn.Module) -> None:
     text = f"layer '1' ({type(layer).__name__}) draws random numbers that cannot be keyed"
     with pytest.raises(ConfigError, match=re.escape(text)):
-        surgery.key_dropout(nn.Sequential(nn.Dropout(), layer))
+        surgery.KeyDropout()(nn.Sequential(nn.Dropout(), layer))
 
 
 def test_attention_without_dropout_is_fine() -> None:
-    _, report = surgery.key_dropout(nn.Sequential(nn.Dropout(), nn.MultiheadAttention(4, 2)))
+    _, report = surgery.KeyDropout()(nn.Sequential(nn.Dropout(), nn.MultiheadAttention(4, 2)))
     assert report == surgery.SurgeryReport(1, ("1 dropout layers draw keyed masks",))

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednorm.core.method import Memory, Progress, Switch
+from fednorm.core.report import Report
 from fednorm.errors import ConfigError
-from fednorm.pieces.switches import after, last_round_before, when_losses_agree, when_settled
-from fednorm.pieces.weights import Report
+from fednorm.pieces.switches import After, WhenLossesAgree, WhenSettled, last_round_before
 
 
 def stages(switch: Switch, reports: Sequence[Sequence[Report]]) -> list[int]:
@@ -42,18 +42,18 @@ def test_a_fraction_is_rounded_down(fraction: float, rounds: int) -> None:
 
 
 def test_the_round_itself_still_belongs_to_the_first_stage() -> None:
-    assert stages(after(2), [[]] * 4) == [0, 0, 1, 1, 1]
-    assert stages(after(0.5), [[]] * 3) == [0, 0, 1, 1]
-    assert stages(after(0), [[]] * 2) == [1, 1, 1]
-    assert stages(after(1.0), [[]] * 2) == [0, 0, 0]
-    assert stages(after(99), [[]] * 2) == [0, 0, 0]
+    assert stages(After(2), [[]] * 4) == [0, 0, 1, 1, 1]
+    assert stages(After(0.5), [[]] * 3) == [0, 0, 1, 1]
+    assert stages(After(0), [[]] * 2) == [1, 1, 1]
+    assert stages(After(1.0), [[]] * 2) == [0, 0, 0]
+    assert stages(After(99), [[]] * 2) == [0, 0, 0]
 
 
 AGREE, DIFFER = losses(1.0, 1.2), losses(1.0, 3.0)  # population deviations 0.1 and 1
 
 
 def test_losses_must_agree_in_consecutive_rounds() -> None:
-    switch = when_losses_agree(0.11, 3)
+    switch = WhenLossesAgree(0.11, 3)
     assert stages(switch, [AGREE] * 4) == [0, 0, 0, 1, 1]
     assert stages(switch, [AGREE, AGREE, DIFFER, AGREE, AGREE]) == [0] * 6
     assert stages(switch, [DIFFER, AGREE, AGREE, AGREE, DIFFER, DIFFER]) == [0, 0, 0, 0, 1, 1, 1]
@@ -61,33 +61,33 @@ def test_losses_must_agree_in_consecutive_rounds() -> None:
 
 def test_the_deviation_is_the_population_s_and_may_equal_eps() -> None:
     exact = losses(1.0, 2.0)  # population 0.5, sample 0.707
-    assert stages(when_losses_agree(0.5, 1), [exact]) == [0, 1]
-    assert stages(when_losses_agree(0.49, 1), [exact]) == [0, 0]
+    assert stages(WhenLossesAgree(0.5, 1), [exact]) == [0, 1]
+    assert stages(WhenLossesAgree(0.49, 1), [exact]) == [0, 0]
 
 
 def test_the_loss_that_decides_is_the_one_asked_for() -> None:
     reports = [Report(0, 1, {"last_epoch": 1.0, "all": 1.0}), Report(1, 1, {"last_epoch": 1.0, "all": 9.0})]
-    assert stages(when_losses_agree(0.1, 1), [reports]) == [0, 1]
-    assert stages(when_losses_agree(0.1, 1, "all"), [reports]) == [0, 0]
+    assert stages(WhenLossesAgree(0.1, 1), [reports]) == [0, 1]
+    assert stages(WhenLossesAgree(0.1, 1, "all"), [reports]) == [0, 0]
 
 
 def test_the_spread_is_around_the_current_value_or_the_mean_of_the_window() -> None:
     falling = [shifts(c0=value) for value in (4.0, 2.0)]  # around 2: (4 + 0) / 2 = 2; around 3: (1 + 1) / 2 = 1
-    assert stages(when_settled("shift", 2, 2.1, "current", "max"), falling)[-1] == 1
-    assert stages(when_settled("shift", 2, 1.9, "current", "max"), falling)[-1] == 0
-    assert stages(when_settled("shift", 2, 1.1, "mean", "max"), falling)[-1] == 1
-    assert stages(when_settled("shift", 2, 0.9, "mean", "max"), falling)[-1] == 0
-    assert stages(when_settled("shift", 2, 2.0, "current", "max"), falling)[-1] == 0  # below tau, not at it
+    assert stages(WhenSettled("shift", 2, 2.1, "current", "max"), falling)[-1] == 1
+    assert stages(WhenSettled("shift", 2, 1.9, "current", "max"), falling)[-1] == 0
+    assert stages(WhenSettled("shift", 2, 1.1, "mean", "max"), falling)[-1] == 1
+    assert stages(WhenSettled("shift", 2, 0.9, "mean", "max"), falling)[-1] == 0
+    assert stages(WhenSettled("shift", 2, 2.0, "current", "max"), falling)[-1] == 0  # below tau, not at it
 
 
 def test_the_clients_join_by_maximum_or_mean() -> None:
     restless = [shifts(c0=1.0, c1=1.0), shifts(c0=1.0, c1=3.0)]  # spreads 0 and 2
-    assert stages(when_settled("shift", 2, 1.5, "current", "max"), restless)[-1] == 0
-    assert stages(when_settled("shift", 2, 1.5, "current", "mean"), restless)[-1] == 1
+    assert stages(WhenSettled("shift", 2, 1.5, "current", "max"), restless)[-1] == 0
+    assert stages(WhenSettled("shift", 2, 1.5, "current", "mean"), restless)[-1] == 1
 
 
 def test_the_window_slides_and_must_be_full() -> None:
-    switch = when_settled("shift", 3, 0.1, "current", "max")
+    switch = WhenSettled("shift", 3, 0.1, "current", "max")
     calm = [shifts(c0=1.0)] * 2
     assert stages(switch, calm) == [0, 0, 0]
     assert stages(switch, [shifts(c0=9.0), *calm, shifts(c0=1.0)]) == [0, 0, 0, 0, 1]
@@ -95,29 +95,29 @@ def test_the_window_slides_and_must_be_full() -> None:
 
 def test_it_latches() -> None:
     reports = [shifts(c0=1.0), shifts(c0=1.0), shifts(c0=50.0), shifts(c0=7.0)]
-    assert stages(when_settled("shift", 2, 0.1, "current", "max"), reports) == [0, 0, 1, 1, 1]
+    assert stages(WhenSettled("shift", 2, 0.1, "current", "max"), reports) == [0, 0, 1, 1, 1]
 
 
 def test_clients_that_rest_keep_their_window() -> None:
     reports = [shifts(c0=1.0), shifts(c1=5.0), shifts(c0=1.0), shifts(c1=1.0)]
-    assert stages(when_settled("shift", 2, 0.1, "current", "max"), reports) == [0, 0, 0, 1, 1]
+    assert stages(WhenSettled("shift", 2, 0.1, "current", "max"), reports) == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: after(1.5), "at=1.5 is not a fraction of the rounds; give 0.0 to 1.0, or a whole number of rounds"),
-        (lambda: after(-1), "at=-1 is no round; give a whole number from 0, or a fraction such as 0.5"),
+        (lambda: After(1.5), "at=1.5 is not a fraction of the rounds; give 0.0 to 1.0, or a whole number of rounds"),
+        (lambda: After(-1), "at=-1 is no round; give a whole number from 0, or a fraction such as 0.5"),
         (
-            lambda: when_losses_agree(-0.1, 5),
+            lambda: WhenLossesAgree(-0.1, 5),
             "eps=-0.1, rounds=5 cannot be a rule; give eps of 0 or more and 1 round or more",
         ),
         (
-            lambda: when_losses_agree(0.1, 0),
+            lambda: WhenLossesAgree(0.1, 0),
             "eps=0.1, rounds=0 cannot be a rule; give eps of 0 or more and 1 round or more",
         ),
         (
-            lambda: when_settled("shift", 5, 0.0, "current", "max"),
+            lambda: WhenSettled("shift", 5, 0.0, "current", "max"),
             "window=5, tau=0.0 cannot be a rule; give a window of 2 or more and tau above 0",
         ),
     ],

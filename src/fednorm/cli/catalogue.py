@@ -8,17 +8,27 @@ from typing import Annotated, Any
 import typer
 
 from fednorm.cli.flags import Json
+from fednorm.cli.method_text import print_method
 from fednorm.cli.output import print_json, print_table
 
 
-def methods(json: Json = False) -> None:
-    """List the methods: papers, what stays local, what clients must keep, bytes and exchanges."""
-    from fednorm.core.registry import known_methods
-    from fednorm.views.describe_method import describe
+def methods(
+    expression: Annotated[
+        str | None, typer.Argument(metavar="[EXPR]", help="say all of one method, such as fixbn(at=0.5)+fedprox")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the methods, with papers, what stays local, bytes and exchanges; or say all there is to say of one."""
+    from fednorm.methods import known_methods
+    from fednorm.views.describe_method import describe_method
 
+    if expression is not None:
+        facts = describe_method(expression)
+        print_json(facts) if json else print_method(facts)
+        return
     found = []
     for info in known_methods().values():
-        facts = describe(info.name)
+        facts = describe_method(info.name)
         found.append(
             {
                 "name": info.name,
@@ -52,7 +62,7 @@ def methods(json: Json = False) -> None:
         ],
     )
     print("\nbytes: what a ResNet20 client sends in a round, of FedAvg's; stage by stage where a method has two")
-    print("options with `fednorm methods --json` or docs/methods.md; join methods with +: fedprox(mu=0.01)+gn")
+    print("all of one, options too: `fednorm methods NAME`; join methods with +: fedprox(mu=0.01)+gn")
 
 
 def _by_stage(texts: Iterable[str]) -> str:
@@ -107,9 +117,9 @@ def datasets(
 ) -> None:
     """List the data sets, and which of them are here."""
     from fednorm.data.registry import DATASETS
-    from fednorm.data.verify import describe
+    from fednorm.data.verify import describe_dataset
 
-    found: list[dict[str, Any]] = [describe(name, data_dir) for name in DATASETS]
+    found: list[dict[str, Any]] = [describe_dataset(name, data_dir) for name in DATASETS]
     if json:
         print_json([{**each, "counts": list(each["counts"]), "domains": list(each["domains"])} for each in found])
         return

@@ -25,9 +25,9 @@ DataDir = Annotated[
 @app.command()
 def info(name: Name, data_dir: DataDir = None, json: Json = False) -> None:
     """Say what a set is, under which terms, and whether it is here."""
-    from fednorm.data.verify import describe
+    from fednorm.data.verify import describe_dataset
 
-    facts = describe(name, data_dir)
+    facts = describe_dataset(name, data_dir)
     _print_facts(facts, json)
 
 

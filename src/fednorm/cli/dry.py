@@ -30,10 +30,12 @@ def print_preview(request: Request, methods: list[str]) -> None:
     print(f"\n{table(found[0]['clients'])}\n")
     for method, each in zip(methods, found, strict=True):
         for line in each["bytes_per_client"]:
-            stage = f"stage {line['stage']}" if isinstance(line["stage"], int) else line["stage"]
+            # The last exchanges are with all clients, whoever takes part in a round.
+            in_round = isinstance(line["stage"], int)
+            who = f"each of {each['clients_per_round']} clients" if in_round else "every client"
             print(
-                f"{method}, {stage}, {line['phase']}: each of {each['clients_per_round']} clients sends "
-                f"{size_text(line['up'])} and receives {size_text(line['down'])} a round"
+                f"{method}, {line['when']}, {line['phase']}: {who} sends {size_text(line['up'])} and receives "
+                f"{size_text(line['down'])}{' a round' if in_round else ''}"
             )
         for note in each["notes"]:
             print(f"{method}: {note}")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fednorm.cli.flags import AllowNoop, Json
+from fednorm.cli.method_text import print_method
 from fednorm.cli.output import print_json, print_table, size_text
 
 
@@ -21,13 +22,14 @@ def inspect(
     allow_noop: AllowNoop = False,
     json: Json = False,
 ) -> None:
-    """Show what a method does with every tensor of a model: kind, policy, shape, bytes."""
+    """Show what a method does with every tensor of a model: kind, policy, shape, bytes; and what it is made of."""
     from fednorm import models
     from fednorm.core.expression import parse_term
     from fednorm.core.optim import MOMENTUM_SGD
-    from fednorm.core.registry import parse
     from fednorm.halves.prepared import prepare
-    from fednorm.views.describe import describe
+    from fednorm.methods import parse
+    from fednorm.views.describe_method import fedavg_bytes, method_facts
+    from fednorm.views.describe_model import describe_model
 
     term = parse_term(model, "model", "resnet20(shortcut=B)")
     parsed = parse(method)
@@ -35,7 +37,8 @@ def inspect(
         term.name, num_classes=num_classes, in_channels=in_channels, image_size=image_size, **term.options
     )
     prepared = prepare(network, parsed, allow_noop=allow_noop, name=f"model '{model}'")
-    found = {"model": model, **describe(prepared, MOMENTUM_SGD)}
+    details = method_facts(prepared, fedavg_bytes(network))
+    found = {"model": model, **describe_model(prepared, MOMENTUM_SGD), "details": details}
     if json:
         print_json(found)
     else:
@@ -59,7 +62,9 @@ def _print(found: dict[str, Any], union: bool) -> None:
     if union:
         print("one model trains on all data: nothing is sent")
     for line in [] if union else totals["exchanges"]:
-        stage = f"stage {line['stage']}" if isinstance(line["stage"], int) else line["stage"]
-        print(f"each client, {stage}, {line['phase']}: up {size_text(line['up'])}, down {size_text(line['down'])}")
+        sent = f"up {size_text(line['up'])}, down {size_text(line['down'])}"
+        print(f"each client, {line['when']}, {line['phase']}: {sent}")
     for note in found["notes"]:
         print(f"note: {note}")
+    print()
+    print_method(found["details"])

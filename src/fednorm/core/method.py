@@ -7,18 +7,20 @@ and when to go from one stage to the next. Engines, the command line and the ada
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from types import FunctionType
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from fednorm.core.frozen import FrozenDict
+from fednorm.core.merge import Maximum, Mean, Merge
+from fednorm.core.newcomer import AsGiven, Newcomer
 from fednorm.core.phases import PhaseId, Purpose
+from fednorm.core.report import BySize, Report, Weigh
 from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.core.step import Carry, StepMaker, TrainStep
-from fednorm.pieces.merges import Merge, maximum, mean
-from fednorm.pieces.surgery import Surgery
-from fednorm.pieces.weights import Report, Weigh, by_size
+from fednorm.core.surgery import Surgery
 
 Numbers = Mapping[str, float | Tensor]
 """Named numbers of one client's training (lr, mu, ...): floats, or tensors when an engine maps over clients."""
@@ -59,11 +61,14 @@ class Rule:
     grads: tuple[Transform, ...] = ()
     hold: frozenset[Kind] = frozenset()
     """`statistic`: batch norms use their running statistics and leave them; `affine`: theirs gets no gradient."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, float] = FrozenDict()
     lr_factors: tuple[Scale, ...] = ()
     trains: Literal["all", "head", "body"] = "all"
     """What gets gradients: everything, the last layer alone, or all but it."""
     closings: tuple[Closing, ...] = ()
+
+    def __post_init__(self) -> None:
+        _freeze(self, "numbers")
 
 
 Work = Literal["local", "epoch", "batch"]
@@ -75,7 +80,7 @@ class Pass:
     """A part of a client's work in a phase, such as training the head before the body."""
 
     step: StepMaker = TrainStep()
-    rule: Rule = field(default_factory=Rule)
+    rule: Rule = Rule()
     work: Work = "local"
 
 
@@ -90,7 +95,13 @@ class Extra:
     summary: str
 
 
-FEDAVG: Mapping[Kind | str, Policy] = MappingProxyType(
+def _freeze(owner: object, *names: str) -> None:
+    """Make mappings that were given read-only and hashable, as all else in a frozen class is."""
+    for name in names:
+        object.__setattr__(owner, name, FrozenDict(getattr(owner, name)))
+
+
+FEDAVG: Mapping[Kind | str, Policy] = FrozenDict(
     {
         Kind.WEIGHT: Policy.SHARED,
         Kind.AFFINE: Policy.SHARED,
@@ -100,8 +111,8 @@ FEDAVG: Mapping[Kind | str, Policy] = MappingProxyType(
         Kind.EXTRA: Policy.SHARED,
     }
 )
-BY_SIZE: Mapping[Kind | str, Weigh] = MappingProxyType(dict.fromkeys(Kind, by_size))
-MEAN: Mapping[Kind | str, Merge] = MappingProxyType(dict.fromkeys(Kind, mean) | {Kind.COUNTER: maximum})
+BY_SIZE: Mapping[Kind | str, Weigh] = FrozenDict(dict.fromkeys(Kind, BySize()))
+MEAN: Mapping[Kind | str, Merge] = FrozenDict({**dict.fromkeys(Kind, Mean()), Kind.COUNTER: Maximum()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +121,11 @@ class Phase:
 
     name: str = "train"
     step: StepMaker = TrainStep()
-    rule: Rule = field(default_factory=Rule)
-    policy: Mapping[Kind | str, Policy] = field(default_factory=lambda: FEDAVG)
+    rule: Rule = Rule()
+    policy: Mapping[Kind | str, Policy] = FEDAVG
     """By kind, or by the name of an extra."""
-    weigh: Mapping[Kind | str, Weigh] = field(default_factory=lambda: BY_SIZE)
-    merge: Mapping[Kind | str, Merge] = field(default_factory=lambda: MEAN)
+    weigh: Mapping[Kind | str, Weigh] = BY_SIZE
+    merge: Mapping[Kind | str, Merge] = MEAN
     work: Work = "local"
     then: tuple[Pass, ...] = ()
     """Further passes of the client's work, after the one that `step`, `rule` and `work` describe."""
@@ -126,12 +137,22 @@ class Phase:
     """How many first steps the cohort takes together, with a mean over the clients inside the model."""
     fresh_after_lockstep: bool = False
     """Whether the optimizer starts anew after the steps in lock-step."""
-    measures: Mapping[str, Measure] = field(default_factory=dict)
+    measures: Mapping[str, Measure] = FrozenDict()
     """Scalars each client reports of its work."""
 
     @property
     def passes(self) -> tuple[Pass, ...]:
         return (Pass(step=self.step, rule=self.rule, work=self.work), *self.then)
+
+    def __post_init__(self) -> None:
+        _freeze(self, "policy", "weigh", "merge", "measures")
+
+    def __repr__(self) -> str:
+        """What differs from the plain phase."""
+        plain = Phase()
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        shown = (f"{name}={value!r}" for name, value in own.items() if value != getattr(plain, name))
+        return f"Phase({', '.join(shown)})"
 
     def policy_of(self, entry: Entry) -> Policy:
         """The policy of an entry. The affine of norms without batch statistics (GN, LN) goes with the weights."""
@@ -153,25 +174,20 @@ Memory = dict[str, Any]
 """What a switch remembers between rounds: JSON values only, since it is checkpointed."""
 
 Switch = Callable[[Memory, Progress, Sequence[Report]], tuple[Memory, int]]
-"""(memory, progress, last round's reports) -> (memory, stage of this round)."""
+"""(memory, progress, last round's reports) -> (memory, stage of this round).
 
-
-def stay(memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
-    """One stage, for ever."""
-    return memory, 0
+One that looks at progress alone says so with `uses_reports = False`.
+"""
 
 
 @dataclass(frozen=True)
-class Newcomer:
-    """The statistics of a client that never trained; where training clients keep some local, it has their average.
+class Stay:
+    """One stage, for ever."""
 
-    `given`: as they are; `reestimate`: taken anew from its own unlabelled data; `track`: moved by each test batch.
-    """
+    uses_reports: ClassVar[bool] = False
 
-    rule: Literal["given", "reestimate", "track"] = "given"
-    momentum: float = 0.1
-    variance: Literal["mean", "pooled"] = "mean"
-    """Whether the average of local variances has the part that differs between clients."""
+    def __call__(self, memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
+        return memory, 0
 
 
 Change = Callable[["Method"], "Method"]
@@ -197,16 +213,19 @@ class Method:
     """`union`: one model trains on all clients' data, as if there were no federation."""
     surgery: tuple[tuple[str, Surgery], ...] = ()
     stages: tuple[tuple[Phase, ...], ...] = ((Phase(),),)
-    switch: Switch = stay
+    switch: Switch = Stay()
     finish: tuple[Phase, ...] = ()
     """Exchanges with all clients after the last round."""
     query: Phase | None = None
     """An exchange with all clients before every test, for statistics that training neither makes nor sees."""
-    newcomer: Newcomer = field(default_factory=lambda: Newcomer())
+    newcomer: Newcomer = field(default_factory=AsGiven)
     """How a client that never trained gets its statistics."""
-    extras: Mapping[str, Extra] = field(default_factory=dict)
+    extras: Mapping[str, Extra] = FrozenDict()
     """Entries the method declares for itself, by name."""
     parts: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        _freeze(self, "extras")
 
     @property
     def phases(self) -> tuple[Phase, ...]:

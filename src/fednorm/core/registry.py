@@ -55,9 +55,7 @@ def register(name: str, *, paper: str, summary: str, reconstruction: bool = Fals
 
 
 def known_methods() -> Mapping[str, MethodInfo]:
-    """All registered methods by name."""
-    import fednorm.methods  # noqa: F401  registers the built-in ones
-
+    """All methods registered so far, by name; `fednorm.methods` has the same function with the built-in ones."""
     return dict(sorted(_REGISTRY.items()))
 
 
@@ -67,6 +65,9 @@ _EXAMPLE = "fixbn(at=0.5)+local-momentum"
 def parse(expression: str | Method) -> Method:
     """The method an expression describes: parts joined by `+`, each with optional arguments.
 
+    Take it from `fednorm.methods`, whose import registers the built-in methods.
+
+    >>> from fednorm.methods import parse
     >>> parse("fedprox(mu=0.1)+gn").name
     'fedprox(mu=0.1)+gn'
     """

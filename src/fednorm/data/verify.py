@@ -14,7 +14,7 @@ from fednorm.data.sources import DOWNLOADS, how_to_get
 from fednorm.errors import ConfigError, FednormError
 
 
-def describe(name: str, data_dir: str | Path | None = None) -> dict[str, object]:
+def describe_dataset(name: str, data_dir: str | Path | None = None) -> dict[str, object]:
     """What is known of the set, and what lies in the data folder; reads no image.
 
     `here` is True when a whole form of it was found; `form`, `path` and `bytes` then say which, where and how large.
@@ -29,7 +29,7 @@ def describe(name: str, data_dir: str | Path | None = None) -> dict[str, object]
     except ConfigError:
         return facts | {"get": how_to_get(info.name, "DIR")}
     if info.name == "digits_five":
-        parts = {part: describe(part, folder) for part in DIGIT_DOMAINS}
+        parts = {part: describe_dataset(part, folder) for part in DIGIT_DOMAINS}
         lost = [part for part, known in parts.items() if not known["here"]]
         if lost:
             return facts | {"get": f"parts missing: {', '.join(lost)}"}
@@ -53,7 +53,7 @@ def verify(name: str, data_dir: str | Path | None = None) -> dict[str, object]:
     `ok` is False and `problem` says why when a check fails; a set that is not here raises as loading it does.
     """
     info = find_dataset(name)
-    facts = describe(name, data_dir)
+    facts = describe_dataset(name, data_dir)
     checks: list[str] = []
     try:
         checks += _checksums(info.name, None if info.embedded else data_folder(info.name, data_dir))

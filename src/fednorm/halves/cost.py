@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from fednorm.core.method import Method, Phase
-from fednorm.core.state import Entry, Kind, Policy
+from fednorm.core.method import Phase
+from fednorm.core.state import Kind
+from fednorm.halves.schema import DOWN, UP, Schema, keys_with
 
 
 class Cost(NamedTuple):
-    """Messages each way, and bytes up and down."""
+    """Exchanges, and the bytes that one client sends and receives in them."""
 
-    exchanges: int
-    up: int
-    down: int
+    exchanges: int = 0
+    up: int = 0
+    down: int = 0
 
 
-def cost_of(method: Method, phase: Phase, schema: Mapping[str, tuple[Entry, Policy]]) -> Cost:
-    """The cost of one client's part in an exchange; nothing where all data is in one place.
+def exchange_cost(phase: Phase, schema: Schema) -> Cost:
+    """The cost of a phase whose entries have these policies; nothing where the phase sees everybody's data as one."""
+    if phase.union:
+        return Cost()
+    up, down = (sum(schema[key][0].bytes for key in keys_with(schema, *policies)) for policies in (UP, DOWN))
+    together = _lockstep_cost(phase, schema)
+    return Cost(1 + together.exchanges if up or down else 0, up + together.up, down + together.down)
 
-    Clients in lock-step agree, in each batch norm, on the mean, then the variance, then on the gradients of both: 3
-    exchanges of 4 numbers a channel in all (FedTAN).
+
+def _lockstep_cost(phase: Phase, schema: Schema) -> Cost:
+    """What the steps add that a cohort takes together.
+
+    In each batch norm the cohort agrees on the mean, then the variance, then on the gradients of both: 3 exchanges of
+    4 numbers a channel in all (FedTAN).
     """
-    if method.data == "union" or phase.union:
-        return Cost(0, 0, 0)
-    up = sum(entry.bytes for entry, policy in schema.values() if policy in (Policy.SHARED, Policy.REPORTED))
-    down = sum(entry.bytes for entry, policy in schema.values() if policy in (Policy.SHARED, Policy.FROZEN))
     means = [entry for entry, _ in schema.values() if entry.kind is Kind.STATISTIC and entry.part == "running_mean"]
-    together = 4 * phase.lockstep * sum(entry.bytes for entry in means)
-    return Cost(1 + 3 * phase.lockstep * len(means) if up or down else 0, up + together, down + together)
+    sent = 4 * phase.lockstep * sum(entry.bytes for entry in means)
+    return Cost(3 * phase.lockstep * len(means), sent, sent)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from fednorm.core import rng
 from fednorm.core.method import Facts, Method, Phase, Progress, Rule
-from fednorm.core.registry import parse
+from fednorm.core.report import Report
 from fednorm.core.state import Entry, Kind, Policy, Tree, is_batch_norm, model_state
 from fednorm.core.step import train_step, training_mode
 from fednorm.errors import ConfigError
 from fednorm.halves.merging import Update, flaw, keys_with, merge_updates
 from fednorm.halves.prepared import Prepared, facts_of, lr_factors, refuse_noop, surgery_done
 from fednorm.layers.keyed import key_names
-from fednorm.pieces.weights import Report, loss_summary
+from fednorm.methods import parse
 
 __all__ = ["LocalRules", "load", "local_rules", "merge", "split", "update"]
 
@@ -250,22 +250,10 @@ def _playable(expression: str | Method) -> Method:
         odd = {kind for kind, policy in phase.policy.items() if policy in (Policy.FRESH, Policy.REPORTED)}
         if phase.step is not train_step or odd - {Kind.OPTIMIZER} or phase.policy[Kind.OPTIMIZER] is Policy.SHARED:
             raise _refusal(method, "does more than train and exchange a model's state")
-    if len(method.stages) > 1 and _remembers(method):
+    # A function that does not say what it looks at may look at reports.
+    if len(method.stages) > 1 and getattr(method.switch, "uses_reports", True):
         raise _refusal(method, "decides about its stages from what clients report")
     return method
-
-
-def _remembers(method: Method) -> bool:
-    """Whether the switch keeps a memory or looks at reports, found by asking it about a few rounds."""
-    sample = Report(0, 1, loss_summary([1.0], 1))
-    for number in (1, 2, 3):
-        try:
-            answers = [method.switch({}, Progress(number, 3), reports) for reports in ([], [sample])]
-        except KeyError:  # it asked for a number that only an engine's report has
-            return True
-        if any(memory or stage != answers[0][1] for memory, stage in answers):
-            return True
-    return False
 
 
 def _phase(method: Method, round: int | None, rounds: int | None) -> Phase:

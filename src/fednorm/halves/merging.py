@@ -11,24 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fednorm.core.merge import Fusable
 from fednorm.core.method import Phase
 from fednorm.core.reductions import cohort
+from fednorm.core.report import Report, Reports, Weigh
 from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.errors import ConfigError
-from fednorm.pieces.merges import ALIKE, Merge
-from fednorm.pieces.weights import Report, Reports, Weigh
-
-Schema = Mapping[str, tuple[Entry, Policy]]
-UP = (Policy.SHARED, Policy.REPORTED)
-"""Policies of entries a client sends."""
-DOWN = (Policy.SHARED, Policy.FROZEN)
-"""Policies of entries a client is sent."""
-
-
-def keys_with(schema: Schema, *policies: Policy) -> list[str]:
-    """Keys of the entries that have one of the policies."""
-    return [key for key, (_, policy) in schema.items() if policy in policies]
-
 
 def flaw(update: Update, schema: Schema) -> str | None:
     """Why an update cannot be used, or None: wrong keys, shapes or types, values that are not finite or impossible."""
@@ -165,16 +153,16 @@ def merge_stack(
         kinds[entry.extra or entry.kind][entry.layer].append(entry)
     held, whole = _by_place(memory), cohort()
     common: dict[Weigh, Tensor] = {}  # weights that do not look at what was sent are the same for all kinds
-    alike: dict[tuple[Merge, Weigh, torch.dtype], list[Entry]] = defaultdict(list)
+    fused: dict[tuple[Fusable, Weigh, torch.dtype], list[Entry]] = defaultdict(list)
     for kind, layers in kinds.items():
         rule, weigh = (table.get(kind, table[Kind.EXTRA]) for table in (phase.merge, phase.weigh))
         sent = _Lazy(layers, lambda layer, of=layers: {e.part: whole.gathered(shared[e.key]) for e in of[layer]})
         weights = common[weigh] if weigh in common else whole.own(weigh(reports, sent))
         if not sent.asked:
             common[weigh] = weights
-            if rule in ALIKE:
+            if isinstance(rule, Fusable):
                 for entry in (entry for entries in layers.values() for entry in entries):
-                    alike[rule, weigh, entry.dtype].append(entry)
+                    fused[rule, weigh, entry.dtype].append(entry)
                 continue
         places = {layer: f"{phase.name}|{layer}|{kind}" for layer in layers}
         for group in _alike(layers, {layer: held[place] for layer, place in places.items()}):
@@ -196,9 +184,9 @@ def merge_stack(
                 for layer, piece in zip(group, pieces, strict=True):
                     remembered[f"{places[layer]}|{name}"] = piece
     order = {key: place for place, key in enumerate(shared)}
-    for (rule, weigh, dtype), entries in alike.items():
+    for (rule, weigh, dtype), entries in fused.items():
         for some in _no_more_than_fit(sorted(entries, key=lambda entry: order[entry.key])):
-            new = ALIKE[rule](_joined([shared[entry.key] for entry in some], 1), common[weigh]).to(dtype)
+            new = rule.joined(_joined([shared[entry.key] for entry in some], 1), common[weigh]).to(dtype)
             pieces = new.split_with_sizes([entry.size for entry in some])
             merged |= {e.key: piece.reshape(e.shape) for e, piece in zip(some, pieces, strict=True)}
     return merged, remembered

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fednorm.core.phases import PhaseId, Purpose
-from fednorm.pieces.weights import Report
+from fednorm.core.report import Report
 from fednorm.core.state import Tree
 
 PROTOCOL = 1

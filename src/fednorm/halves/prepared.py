@@ -15,7 +15,7 @@ from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
 from fednorm.errors import ConfigError
 from fednorm.layers.keyed import key_names
-from fednorm.pieces.surgery import key_dropout
+from fednorm.pieces.surgery import KeyDropout
 
 _SURGERY_DONE = "_fednorm_surgery_done"
 
@@ -89,7 +89,7 @@ def prepare(
         notes += report.notes
         if report.changed == 0 and not allow_noop:
             raise ConfigError(_noop(method, part, name, f"{report.target} to work on"))
-    model, report = key_dropout(model)
+    model, report = KeyDropout()(model)
     notes += report.notes
     facts = facts_of(model)
     listing = list(facts.entries.values())

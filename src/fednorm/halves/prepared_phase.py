@@ -15,10 +15,9 @@ from fednorm.core.optim import Optimizer
 from fednorm.core.phases import PhaseId
 from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.core.step import Carry, StepMaker
-from fednorm.halves.cost import Cost, cost_of
+from fednorm.halves.cost import Cost, exchange_cost
 from fednorm.halves.prepared import Prepared, lr_factors
-
-Schema = Mapping[str, tuple[Entry, Policy]]
+from fednorm.halves.schema import DOWN, OWN, Schema, keys_with
 
 
 class Source(IntEnum):
@@ -33,9 +32,9 @@ class Source(IntEnum):
 
 def source_of(key: str, policy: Policy, initial: Container[str]) -> Source:
     """Where an entry with this policy comes from, `initial` being the keys that have an initial value."""
-    if policy in (Policy.SHARED, Policy.FROZEN):
+    if policy in DOWN:
         return Source.SERVER
-    if policy in (Policy.LOCAL, Policy.REPORTED):
+    if policy in OWN:
         return Source.OWN
     return Source.INITIAL if key in initial else Source.ZEROS
 
@@ -88,32 +87,23 @@ class PreparedPhase:
     cost: Cost
     """of one client's part in the exchange"""
 
-    def keys(self, *policies: Policy) -> tuple[str, ...]:
-        """Keys of the entries that have one of the policies."""
-        return tuple(key for key, (_, policy) in self.schema.items() if policy in policies)
-
     @cached_property
     def shared(self) -> tuple[str, ...]:
-        return self.keys(Policy.SHARED)
+        return tuple(keys_with(self.schema, Policy.SHARED))
 
     @cached_property
     def reported(self) -> tuple[str, ...]:
-        return self.keys(Policy.REPORTED)
+        return tuple(keys_with(self.schema, Policy.REPORTED))
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
         """Entries of the client's own, which outlive the exchange."""
-        return self.keys(Policy.LOCAL, Policy.REPORTED)
+        return tuple(keys_with(self.schema, *OWN))
 
     @cached_property
     def sent(self) -> tuple[str, ...]:
         """Entries that come down from the server."""
-        return self.keys(Policy.SHARED, Policy.FROZEN)
-
-    @cached_property
-    def numbers_of_steps(self) -> frozenset[str]:
-        """Names of the numbers that the rules of this phase bring along."""
-        return frozenset(name for each in self.passes for name in each.rule.numbers)
+        return tuple(keys_with(self.schema, *DOWN))
 
     def split(self, end: Tree) -> Parts:
         """A state at the end of a client's work, by policy."""
@@ -145,7 +135,8 @@ def prepare_phase(prepared: Prepared, id: PhaseId, optimizer: Optimizer | None) 
         PreparedPass(each.step, each.rule, each.work, _parts(prepared, each.rule, schema), lr_factors(prepared, each.rule))
         for each in phase.passes
     )
-    return PreparedPhase(id, phase, schema, passes, prepared.initial, cost_of(prepared.method, phase, schema))
+    cost = Cost() if prepared.method.data == "union" else exchange_cost(phase, schema)
+    return PreparedPhase(id, phase, schema, passes, prepared.initial, cost)
 
 
 def _parts(prepared: Prepared, rule: Rule, schema: Schema) -> dict[str, str]:

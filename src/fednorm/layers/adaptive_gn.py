@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from fednorm.core import rng
 from fednorm.core.state import register_norm
+from fednorm.core.surgery import SurgeryReport
 from fednorm.layers.batch_stats import moments, per_channel, scale_and_shift
 from fednorm.layers.keyed import Keyed, number_keyed_layers
 from fednorm.layers.scheduled import Scheduled
-from fednorm.pieces.surgery import Surgery, SurgeryReport, largest_divisor, swap_norm
+from fednorm.layers.swapping import SwapNorm, largest_divisor
 
 _START, _END = 5.0, 1e-3
 
@@ -103,18 +106,20 @@ register_norm(
 )
 
 
-def adaptive_group_norm(groups: int = 2) -> Surgery:
+@dataclass(frozen=True)
+class ToAdaptiveGroupNorm(SwapNorm):
     """BatchNorm becomes AdaptiveGroupNorm (FedNN also standardises its convolutions, style "qiao")."""
 
-    def make(name: str, old: _BatchNorm) -> nn.Module:
-        fitting = largest_divisor(old.num_features, groups)
+    groups: int = 2
+
+    def make(self, name: str, old: _BatchNorm) -> nn.Module:
+        fitting = largest_divisor(old.num_features, self.groups)
         return AdaptiveGroupNorm(fitting, old.num_features, eps=old.eps, affine=old.affine)
 
-    swap = swap_norm(make, "AdaptiveGroupNorm")
+    def label(self, new: nn.Module) -> str:
+        return "AdaptiveGroupNorm"
 
-    def operate(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
-        model, report = swap(model)
+    def __call__(self, model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
+        model, report = super().__call__(model)
         number_keyed_layers(model)
         return model, report
-
-    return operate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
@@ -10,7 +12,7 @@ from fednorm.core.state import register_norm
 from fednorm.errors import ConfigError
 from fednorm.layers.batch_stats import moments, per_channel, scale_and_shift
 from fednorm.layers.scheduled import Scheduled
-from fednorm.pieces.surgery import Surgery, swap_norm
+from fednorm.layers.swapping import SwapNorm
 
 
 class BatchRenorm(Scheduled):
@@ -95,14 +97,23 @@ register_norm(
 )
 
 
-def batch_renorm(total_steps: int | None = None, **options: float) -> Surgery:
-    """BatchNorm becomes BatchRenorm; `options` are those of the layer."""
+@dataclass(frozen=True)
+class ToBatchRenorm(SwapNorm):
+    """BatchNorm becomes BatchRenorm, with the old layer's eps; the fields are the settings of the layer."""
 
-    def make(name: str, old: _BatchNorm) -> nn.Module:
-        settings = {"eps": old.eps} | options
-        new = BatchRenorm(old.num_features, total_steps=total_steps, affine=old.affine, **settings)
+    total_steps: int | None = None
+    r_max: float = 4.0
+    d_max: float = 6.0
+    warmup: float = 0.31
+    r_full: float = 0.63
+    d_full: float = 0.47
+    momentum: float = 0.01
+
+    def make(self, name: str, old: _BatchNorm) -> nn.Module:
+        new = BatchRenorm(old.num_features, eps=old.eps, affine=old.affine, **vars(self))
         if old.running_var is not None:
             new.running_std = (old.running_var + new.eps).sqrt()
         return new
 
-    return swap_norm(make, "BatchRenorm")
+    def label(self, new: nn.Module) -> str:
+        return "BatchRenorm"

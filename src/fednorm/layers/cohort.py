@@ -6,13 +6,14 @@ that FedTAN's 3 exchanges a layer compute (Wang, Shi, Chang 2023, arXiv 2301.029
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fednorm.layers.batch_stats import RunningNorm, normalise, scale_and_shift, unbiased
-from fednorm.pieces.surgery import Surgery, swap_norm
+from fednorm.layers.swapping import SwapAlike
 
 
 class _CohortMean(torch.autograd.Function):
@@ -109,9 +110,11 @@ class CohortBN(RunningNorm):
         return scale_and_shift(normalise(input, mean, var, self.eps), self.weight, self.bias)
 
 
-def cohort_batch_norm() -> Surgery:
+@dataclass(frozen=True)
+class ToCohortBN(SwapAlike):
     """BatchNorm becomes CohortBN; nothing is lost."""
-    return swap_norm(lambda name, old: CohortBN.like(old), "CohortBN")
+
+    layer = CohortBN
 
 
 def set_lockstep(model: nn.Module, lockstep: bool) -> None:

@@ -7,16 +7,18 @@ each branch. The last convolution of a branch and the classifier start at zero (
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from fednorm.core.surgery import SurgeryReport
 from fednorm.errors import ConfigError
 from fednorm.layers.rebuild import rebuild_conv, rebuild_linear, refuse_special_conv
-from fednorm.models.blocks import ResidualBlock
-from fednorm.pieces.surgery import SurgeryReport, substitute, swap_norm
+from fednorm.layers.residual import ResidualBlock
+from fednorm.layers.swapping import substitute, swap_norms
 
 
 def _scalar(value: float) -> nn.Parameter:
@@ -63,34 +65,39 @@ class ShiftedLinear(nn.Linear):
         return nn.functional.linear(input + self.shift, self.weight, self.bias)
 
 
-def fixup(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
+@dataclass(frozen=True)
+class ToFixup:
     """Turn a residual network into its FixUp form and initialise it; without residual blocks nothing changes.
 
     With L blocks of m convolutions, all but the last convolution of a branch get the deviation
     sqrt(2 / (C_out k k)) * L^(-1/(2m-2)): the weights drawn already are rescaled, so the run's seed still decides them.
     """
-    blocks = [module for module in model.modules() if isinstance(module, ResidualBlock)]
-    if not blocks:
-        return model, SurgeryReport(0, (), "residual block")
-    on_shortcut = {module for block in blocks for module in block.shortcut.modules()}
-    last_of_branch: set[nn.Module] = set()
-    for block in blocks:
-        norms = [m for m in block.modules() if isinstance(m, _BatchNorm) and m not in on_shortcut]
-        last_of_branch.update(norms[-1:])
-        _initialise_branch([m for m in block.modules() if type(m) is nn.Conv2d and m not in on_shortcut], len(blocks))
 
-    def make_scalars(name: str, old: _BatchNorm) -> nn.Module:
-        if old in on_shortcut:
-            return nn.Identity()
-        return ScalarAffine() if old in last_of_branch else ScalarBias()
+    def __call__(self, model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
+        blocks = [module for module in model.modules() if isinstance(module, ResidualBlock)]
+        if not blocks:
+            return model, SurgeryReport(0, (), "residual block")
+        on_shortcut = {module for block in blocks for module in block.shortcut.modules()}
+        last_of_branch: set[nn.Module] = set()
+        for block in blocks:
+            norms = [m for m in block.modules() if isinstance(m, _BatchNorm) and m not in on_shortcut]
+            last_of_branch.update(norms[-1:])
+            _initialise_branch(
+                [m for m in block.modules() if type(m) is nn.Conv2d and m not in on_shortcut], len(blocks)
+            )
 
-    in_blocks = {module for block in blocks for module in block.modules()}
-    model, report = swap_norm(make_scalars, "FixUp scalars", keep_statistics=False)(model)
-    model, _ = substitute(model, lambda m: isinstance(m, nn.Conv2d) and m in in_blocks, _shift_conv)
-    classifier = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
-    model, _ = substitute(model, lambda m: m in classifier, _shift_linear)
-    note = f"{len(blocks)} residual branches start at zero, as does the classifier"
-    return model, SurgeryReport(len(blocks), (*report.notes, note))
+        def make_scalars(name: str, old: _BatchNorm) -> nn.Module:
+            if old in on_shortcut:
+                return nn.Identity()
+            return ScalarAffine() if old in last_of_branch else ScalarBias()
+
+        in_blocks = {module for block in blocks for module in block.modules()}
+        model, report = swap_norms(model, make_scalars, lambda new: "FixUp scalars", keep_statistics=False)
+        model, _ = substitute(model, lambda m: isinstance(m, nn.Conv2d) and m in in_blocks, _shift_conv)
+        classifier = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+        model, _ = substitute(model, lambda m: m in classifier, _shift_linear)
+        note = f"{len(blocks)} residual branches start at zero, as does the classifier"
+        return model, SurgeryReport(len(blocks), (*report.notes, note))
 
 
 def _initialise_branch(convs: list[nn.Conv2d], num_blocks: int) -> None:
@@ -131,17 +138,22 @@ def _with_shift(layer: ShiftedConv2d | ShiftedLinear) -> nn.Module:
 _SCALARS = (ScalarBias, ShiftedConv2d, ShiftedLinear)
 
 
-def fixup_lr_factors(model: nn.Module, factor: float = 0.1) -> dict[str, float]:
+@dataclass(frozen=True)
+class FixupRates:
     """The learning-rate factor of each scalar and bias, by key; the published code trains them ten times slower.
 
     Empty for a model that is not in FixUp form.
     """
-    if not any(isinstance(module, _SCALARS) for module in model.modules()):
-        return {}
-    factors: dict[str, float] = {}
-    for layer, module in model.named_modules():
-        for part, tensor in module.named_parameters(recurse=False):
-            weights = isinstance(module, nn.Conv2d | nn.Linear) and tensor is module.weight
-            if not weights:
-                factors[f"{layer}.{part}" if layer else part] = factor
-    return factors
+
+    scalar_lr: float = 0.1
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        if not any(isinstance(module, _SCALARS) for module in model.modules()):
+            return {}
+        factors: dict[str, float] = {}
+        for layer, module in model.named_modules():
+            for part, tensor in module.named_parameters(recurse=False):
+                weights = isinstance(module, nn.Conv2d | nn.Linear) and tensor is module.weight
+                if not weights:
+                    factors[f"{layer}.{part}" if layer else part] = self.scalar_lr
+        return factors

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, cast
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from fednorm.core.surgery import SurgeryReport
 from fednorm.errors import unknown
 from fednorm.layers.rebuild import rebuild_linear
-from fednorm.models.blocks import ResidualBlock
-from fednorm.pieces.surgery import Surgery, SurgeryReport, substitute, swap_norm
+from fednorm.layers.residual import ResidualBlock
+from fednorm.layers.swapping import SwapNorm, substitute
 
 
-def drop_norms(add_bias: bool = True) -> Surgery:
-    """Every BatchNorm becomes the identity; convolutions without a bias get one, since beta is gone.
+@dataclass(frozen=True)
+class DropNorms(SwapNorm):
+    """Every BatchNorm becomes the identity; with `bias`, convolutions without one get it, since beta is gone.
 
     Which convolution feeds which norm cannot be known without running the model, so all of them do, as those of a
     BatchNorm network all feed one.
     """
-    remove = swap_norm(lambda name, old: nn.Identity(), "Identity")
 
-    def operate(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
-        model, report = remove(model)
-        if not report.changed or not add_bias:
+    bias: bool = True
+
+    def make(self, name: str, old: _BatchNorm) -> nn.Module:
+        return nn.Identity()
+
+    def label(self, new: nn.Module) -> str:
+        return "Identity"
+
+    def __call__(self, model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
+        model, report = super().__call__(model)
+        if not report.changed or not self.bias:
             return model, report
         bare = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) and m.bias is None]
         for conv in bare:
             conv.bias = nn.Parameter(conv.weight.new_zeros(conv.out_channels))
         return model, SurgeryReport(report.changed, (*report.notes, f"{len(bare)} convolutions gained a bias of zero"))
-
-    return operate
 
 
 class NormFreeBlock(ResidualBlock):
@@ -56,27 +65,30 @@ class NormFreeBlock(ResidualBlock):
         return self.relu(skipped + self.alpha * self.main(scaled))
 
 
-def residual_scaling(style: Literal["plain", "nf"] = "plain", alpha: float = 0.2) -> Surgery:
+@dataclass(frozen=True)
+class ScaleResiduals:
     """`nf` scales the residual branches as norm-free nets do; `plain` leaves the blocks as they are."""
-    if style not in ("plain", "nf"):
-        raise unknown("style of residual scaling", style, ("plain", "nf"))
 
-    def operate(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
+    style: Literal["plain", "nf"] = "plain"
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.style not in ("plain", "nf"):
+            raise unknown("style of residual scaling", self.style, ("plain", "nf"))
+
+    def __call__(self, model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
         variance = 1.0
 
         def make(name: str, module: nn.Module) -> nn.Module:
             nonlocal variance
             old = cast(ResidualBlock, module)
-            new = NormFreeBlock(old, alpha, math.sqrt(variance)).train(old.training)
-            variance = (variance if isinstance(old.shortcut, nn.Identity) else 1.0) + alpha**2
+            new = NormFreeBlock(old, self.alpha, math.sqrt(variance)).train(old.training)
+            variance = (variance if isinstance(old.shortcut, nn.Identity) else 1.0) + self.alpha**2
             return new
 
-        found = (lambda module: isinstance(module, ResidualBlock)) if style == "nf" else (lambda module: False)
-        model, pairs = substitute(model, found, make)
-        note = f"{len(pairs)} residual branches scaled by {alpha} over their expected deviation"
+        model, pairs = substitute(model, lambda module: self.style == "nf" and isinstance(module, ResidualBlock), make)
+        note = f"{len(pairs)} residual branches scaled by {self.alpha} over their expected deviation"
         return model, SurgeryReport(len(pairs), (note,) if pairs else (), "residual block")
-
-    return operate
 
 
 class FeatureNormLinear(nn.Linear):
@@ -90,14 +102,17 @@ class FeatureNormLinear(nn.Linear):
         return nn.functional.linear(unit * math.sqrt(self.in_features), self.weight, self.bias)
 
 
-def feature_norm(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
+@dataclass(frozen=True)
+class NormaliseFeatures:
     """Normalise the features that enter the last Linear layer (in the order of registration), the classifier."""
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    if not linears:
-        return model, SurgeryReport(0, (), "linear layer")
 
-    def make(name: str, module: nn.Module) -> nn.Module:
-        return rebuild_linear(FeatureNormLinear, linears[-1])
+    def __call__(self, model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
+        linears = [module for module in model.modules() if type(module) is nn.Linear]
+        if not linears:
+            return model, SurgeryReport(0, (), "linear layer")
 
-    model, pairs = substitute(model, lambda module: module is linears[-1], make)
-    return model, SurgeryReport(len(pairs), ("features are normalised before the last linear layer",))
+        def make(name: str, module: nn.Module) -> nn.Module:
+            return rebuild_linear(FeatureNormLinear, linears[-1])
+
+        model, pairs = substitute(model, lambda module: module is linears[-1], make)
+        return model, SurgeryReport(len(pairs), ("features are normalised before the last linear layer",))

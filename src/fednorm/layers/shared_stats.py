@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from fednorm.core.state import register_norm
 from fednorm.layers.batch_stats import RecordingNorm, moments, normalise, scale_and_shift
-from fednorm.pieces.surgery import Surgery, swap_norm
+from fednorm.layers.swapping import SwapAlike
 
 _KINDS = {
     "weight": "affine",
@@ -62,11 +64,15 @@ register_norm(FederatedBN, **_KINDS)
 register_norm(HybridBN, **_KINDS, factor="extra")
 
 
-def federated_batch_norm() -> Surgery:
+@dataclass(frozen=True)
+class ToFederatedBN(SwapAlike):
     """BatchNorm becomes FederatedBN; its running statistics start as the shared ones."""
-    return swap_norm(lambda name, old: FederatedBN.like(old), "FederatedBN")
+
+    layer = FederatedBN
 
 
-def hybrid_batch_norm() -> Surgery:
+@dataclass(frozen=True)
+class ToHybridBN(SwapAlike):
     """BatchNorm becomes HybridBN; its running statistics start as the shared ones."""
-    return swap_norm(lambda name, old: HybridBN.like(old), "HybridBN")
+
+    layer = HybridBN

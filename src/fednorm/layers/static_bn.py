@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from torch.nn import functional
 
 from fednorm.errors import ConfigError
 from fednorm.layers.batch_stats import RunningNorm, moments, unbiased
-from fednorm.pieces.surgery import Surgery, swap_norm
+from fednorm.layers.swapping import SwapAlike
 
 
 def _is_zero(counter: Tensor) -> bool:
@@ -45,6 +47,9 @@ class StaticBN(RunningNorm):
         return self.use_running(input)
 
 
-def static_batch_norm() -> Surgery:
+@dataclass(frozen=True)
+class ToStaticBN(SwapAlike):
     """BatchNorm becomes StaticBN; statistics the old layers hold are forgotten."""
-    return swap_norm(lambda name, old: StaticBN.like(old), "StaticBN", keep_statistics=False)
+
+    layer = StaticBN
+    keep_statistics = False

@@ -1,4 +1,4 @@
-"""Weight-standardised convolutions, and the surgeries that bring them in.
+"""Weight-standardised convolutions, and the surgery that brings them in.
 
 The raw weight stays the parameter and the state entry; only the forward pass sees the standardised one.
 """
@@ -6,14 +6,16 @@ The raw weight stays the parameter and the state entry; only the forward pass se
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from fednorm.core.surgery import SurgeryReport
 from fednorm.errors import unknown
 from fednorm.layers.rebuild import rebuild_conv, refuse_special_conv
-from fednorm.pieces.surgery import Surgery, SurgeryReport, substitute
+from fednorm.layers.swapping import substitute
 
 Style = Literal["qiao", "scaled"]
 RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
@@ -62,31 +64,37 @@ class WSConv2d(nn.Conv2d):
         return f"{super().extra_repr()}, style={self.style}, gain={self.gain:.4g}"
 
 
-def weight_standardise(style: Style = "qiao", gain: float | None = None, learnable_gain: bool = False) -> Surgery:
+@dataclass(frozen=True)
+class StandardiseWeights:
     """Every Conv2d becomes a WSConv2d on the same weight and bias; Linear layers stay.
 
     A filter with a single weight (depthwise 1x1) would become zero, so such layers are left alone.
     """
 
-    def standardisable(module: nn.Module) -> bool:
-        return isinstance(module, nn.Conv2d) and not isinstance(module, WSConv2d) and module.weight[0].numel() > 1
+    style: Style = "qiao"
+    gain: float | None = None
+    learnable_gain: bool = False
 
-    def make(name: str, module: nn.Module) -> nn.Module:
-        conv = cast(nn.Conv2d, module)
-        refuse_special_conv(name, conv)
-        new = rebuild_conv(WSConv2d, conv, style=style, gain=gain)
-        if learnable_gain:
-            new.channel_gain = nn.Parameter(conv.weight.new_ones(conv.out_channels, 1, 1, 1))
-        return new
+    def __post_init__(self) -> None:
+        if self.style not in ("qiao", "scaled"):
+            raise unknown("style of weight standardisation", self.style, ("qiao", "scaled"))
 
-    def operate(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
-        model, pairs = substitute(model, standardisable, make)
+    def __call__(self, model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
+        model, pairs = substitute(model, _standardisable, self._make)
         left = sum(type(module) is nn.Conv2d for module in model.modules())
-        notes = [f"{len(pairs)} convolutions use standardised weights ({style})"] if pairs else []
+        notes = [f"{len(pairs)} convolutions use standardised weights ({self.style})"] if pairs else []
         if left:
             notes.append(f"{left} convolutions with one weight a filter left as they are")
         return model, SurgeryReport(len(pairs), tuple(notes), "convolution")
 
-    if style not in ("qiao", "scaled"):
-        raise unknown("style of weight standardisation", style, ("qiao", "scaled"))
-    return operate
+    def _make(self, name: str, module: nn.Module) -> nn.Module:
+        conv = cast(nn.Conv2d, module)
+        refuse_special_conv(name, conv)
+        new = rebuild_conv(WSConv2d, conv, style=self.style, gain=self.gain)
+        if self.learnable_gain:
+            new.channel_gain = nn.Parameter(conv.weight.new_ones(conv.out_channels, 1, 1, 1))
+        return new
+
+
+def _standardisable(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and not isinstance(module, WSConv2d) and module.weight[0].numel() > 1

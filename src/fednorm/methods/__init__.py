@@ -1,5 +1,9 @@
-"""The built-in methods, one file each; importing this package registers them all."""
+"""The built-in methods, one file each; importing this package registers them all.
 
+So this is where to take `known_methods` and `parse` from.
+"""
+
+from fednorm.core.registry import known_methods, parse
 from fednorm.methods import (  # noqa: F401
     centralized,
     decoupled,
@@ -18,3 +22,5 @@ from fednorm.methods import (  # noqa: F401
     standalone,
     statistics,
 )
+
+__all__ = ["known_methods", "parse"]

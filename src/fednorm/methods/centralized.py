@@ -1,11 +1,19 @@
 """Centralized: one model trains on everybody's data, as if there were no federation."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fednorm.core.claims import DATA
-from fednorm.core.method import Part
+from fednorm.core.method import Method, Part
 from fednorm.core.registry import register
 from fednorm.pieces.changes import chain, keep
+
+
+@dataclass(frozen=True)
+class JoinData:
+    """One model trains on all clients' data."""
+
+    def __call__(self, method: Method) -> Method:
+        return replace(method, data="union")
 
 
 @register(
@@ -14,7 +22,4 @@ from fednorm.pieces.changes import chain, keep
     summary="one model on the union of all data, with the clients' batches joined",
 )
 def centralized() -> Part:
-    return Part(
-        chain(lambda method: replace(method, data="union"), keep(optimizer="local")),
-        claims=frozenset({DATA, "policy:optimizer"}),
-    )
+    return Part(chain(JoinData(), keep(optimizer="local")), claims=frozenset({DATA, "policy:optimizer"}))

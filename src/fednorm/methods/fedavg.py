@@ -2,7 +2,7 @@
 
 from fednorm.core.method import Part
 from fednorm.core.registry import register
-from fednorm.pieces.changes import nothing
+from fednorm.pieces.changes import Nothing
 
 
 @register(
@@ -11,4 +11,4 @@ from fednorm.pieces.changes import nothing
     summary="average weights, affine and running statistics of all clients by data size",
 )
 def fedavg() -> Part:
-    return Part(nothing)
+    return Part(Nothing())

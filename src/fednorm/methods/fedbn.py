@@ -5,7 +5,7 @@ from typing import Literal
 from fednorm.core.method import Part
 from fednorm.core.registry import register
 from fednorm.core.state import Kind
-from fednorm.pieces.changes import average_for_newcomers, chain, keep, policy_claims
+from fednorm.pieces.changes import AverageForNewcomers, chain, keep, policy_claims
 
 
 @register(
@@ -15,7 +15,7 @@ from fednorm.pieces.changes import average_for_newcomers, chain, keep, policy_cl
 )
 def fedbn(newcomer: Literal["mean", "pooled"] = "mean") -> Part:
     return Part(
-        chain(keep(affine="local", statistic="local", counter="local"), average_for_newcomers(newcomer)),
+        chain(keep(affine="local", statistic="local", counter="local"), AverageForNewcomers(newcomer)),
         claims=policy_claims("affine", "statistic", "counter"),
         acts_on=frozenset({Kind.AFFINE, Kind.STATISTIC}),
     )

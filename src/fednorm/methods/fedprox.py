@@ -7,7 +7,7 @@ from fednorm.core.method import Part
 from fednorm.core.registry import register
 from fednorm.errors import ConfigError
 from fednorm.pieces.changes import add_loss
-from fednorm.pieces.losses import distance, proximal
+from fednorm.pieces.losses import Distance, Proximal
 
 
 @register(
@@ -18,5 +18,5 @@ from fednorm.pieces.losses import distance, proximal
 def fedprox(mu: float = 0.01, norm: Literal["squared", "l2"] = "squared") -> Part:
     if not mu >= 0:
         raise ConfigError(f"mu={mu} would push clients away from the server's model; give 0 or more")
-    term = proximal if norm == "squared" else distance
-    return Part(add_loss(term, **{"prox.mu": mu}), claims=frozenset({PROXIMAL_TERM}))
+    penalty = Proximal() if norm == "squared" else Distance()
+    return Part(add_loss(penalty, **{"prox.mu": mu}), claims=frozenset({PROXIMAL_TERM}))

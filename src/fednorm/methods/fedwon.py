@@ -5,22 +5,22 @@ from typing import Literal
 from fednorm.core.claims import CLIPPING, CONVOLUTIONS, NORM_LAYERS
 from fednorm.core.method import Change, Part
 from fednorm.core.registry import register
-from fednorm.layers.norm_free import drop_norms, residual_scaling
-from fednorm.layers.ws_conv import weight_standardise
+from fednorm.core.surgery import Surgery
+from fednorm.layers.norm_free import DropNorms, ScaleResiduals
+from fednorm.layers.ws_conv import StandardiseWeights
 from fednorm.pieces.changes import add_transform, chain, operate
-from fednorm.pieces.grads import agc as adaptive_clipping
-from fednorm.pieces.grads import clip_norm
+from fednorm.pieces.grads import AdaptiveClip, ClipNorm
 
 
 def _clip(clip: float) -> Change:
-    return add_transform(adaptive_clipping, **{"agc.clip": clip})
+    return add_transform(AdaptiveClip(), **{"agc.clip": clip})
 
 
 @register(
     "nonorm", paper="FedWon's ablation (arXiv 2306.05879, Table 5)", summary="remove BatchNorm and put nothing there"
 )
 def nonorm(bias: bool = True) -> Part:
-    return Part(operate(drop_norms(bias)), claims=frozenset({NORM_LAYERS}))
+    return Part(operate(DropNorms(bias)), claims=frozenset({NORM_LAYERS}))
 
 
 @register(
@@ -29,7 +29,7 @@ def nonorm(bias: bool = True) -> Part:
     summary="standardise the weights of every convolution; with gn it is the GN+WS of the FixBN study",
 )
 def ws(style: Literal["qiao", "scaled"] = "qiao", gain: float | None = None) -> Part:
-    return Part(operate(weight_standardise(style, gain)), claims=frozenset({CONVOLUTIONS}))
+    return Part(operate(StandardiseWeights(style, gain)), claims=frozenset({CONVOLUTIONS}))
 
 
 @register("agc", paper="Brock et al. 2021 (arXiv 2102.06171)", summary="clip each unit's gradient by its weight's norm")
@@ -41,7 +41,7 @@ def agc(clip: float = 0.1) -> Part:
     "clip", paper="Pascanu et al. 2013 (arXiv 1211.5063)", summary="clip the whole gradient's norm, as HeteroFL does"
 )
 def clip(norm: float = 1.0) -> Part:
-    return Part(add_transform(clip_norm, **{"clip.norm": norm}), claims=frozenset({CLIPPING}))
+    return Part(add_transform(ClipNorm(), **{"clip.norm": norm}), claims=frozenset({CLIPPING}))
 
 
 @register(
@@ -57,8 +57,8 @@ def fedwon(
     bias: bool = True,
     residual: Literal["plain", "nf"] = "plain",
 ) -> Part:
-    surgery = [drop_norms(bias), weight_standardise("scaled", gain, learnable_gain)]
+    surgery: list[Surgery] = [DropNorms(bias), StandardiseWeights("scaled", gain, learnable_gain)]
     if residual == "nf":
-        surgery.append(residual_scaling("nf"))
+        surgery.append(ScaleResiduals("nf"))
     changes = [operate(*surgery)] + [_clip(clip)] * use_agc
     return Part(chain(*changes), claims=frozenset({NORM_LAYERS, CONVOLUTIONS} | ({CLIPPING} if use_agc else set())))

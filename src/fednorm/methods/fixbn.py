@@ -1,33 +1,42 @@
 """FixBN: batch norms train as usual at first, then their statistics are frozen for the rest of the run."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from fednorm.core.claims import SWITCH
-from fednorm.core.method import Facts, Method, Part, Phase
+from fednorm.core.frozen import FrozenDict
+from fednorm.core.method import Measure, Method, Part, Phase, Switch
 from fednorm.core.registry import register
-from fednorm.core.state import Kind, Policy, Tree
+from fednorm.core.state import Kind, Policy
 from fednorm.errors import ConfigError
 from fednorm.pieces.changes import policy_claims
-from fednorm.pieces.switches import after, when_settled
+from fednorm.pieces.measures import StatisticsShift
+from fednorm.pieces.phases import hold, with_policy
+from fednorm.pieces.switches import After, WhenSettled
 
 
-def statistics_shift(end: Tree, start: Tree, facts: Facts) -> Tensor:
-    """D: the mean over all batch-norm channels of |statistics after local work - statistics received|."""
-    keys = [entry.key for entry in facts.entries.values() if entry.kind is Kind.STATISTIC]
-    return torch.cat([(end[key] - start[key]).abs().flatten() for key in keys]).mean()
+@dataclass(frozen=True)
+class FreezeLater:
+    """Two stages: as usual until the switch, then with statistics, affine or both held and not averaged."""
 
+    switch: Switch
+    statistics: bool
+    affine: bool
+    measures: Mapping[str, Measure] = FrozenDict()
+    """What clients report in the first stage for the switch to decide by."""
 
-def freeze(phase: Phase, statistics: bool, affine: bool) -> Phase:
-    """The same phase with statistics and/or affine held, one server copy of them, never averaged again."""
-    kinds = [Kind.STATISTIC, Kind.COUNTER] * statistics + [Kind.AFFINE] * affine
-    rule = replace(phase.rule, hold=phase.rule.hold | set(kinds) - {Kind.COUNTER})
-    policy = {**phase.policy, **dict.fromkeys(kinds, Policy.FROZEN)}
-    # A cohort in lock-step agrees on batch statistics, which nobody uses once they are frozen.
-    return replace(phase, rule=rule, policy=policy, measures={}, lockstep=0 if statistics else phase.lockstep)
+    def __call__(self, method: Method) -> Method:
+        plain = method.stages[0]
+        first = tuple(replace(phase, measures={**phase.measures, **self.measures}) for phase in plain)
+        return replace(method, stages=(first, tuple(map(self._frozen, plain))), switch=self.switch)
+
+    def _frozen(self, phase: Phase) -> Phase:
+        kinds = [Kind.STATISTIC, Kind.COUNTER] * self.statistics + [Kind.AFFINE] * self.affine
+        held = hold(phase, *(kind for kind in kinds if kind is not Kind.COUNTER))
+        frozen = with_policy(held, dict.fromkeys(kinds, Policy.FROZEN))
+        # A cohort in lock-step agrees on batch statistics, which nobody uses once they are frozen.
+        return replace(frozen, measures={}, lockstep=0 if self.statistics else phase.lockstep)
 
 
 @register(
@@ -50,17 +59,13 @@ def fixbn(
         raise ConfigError(
             "window, tau, center and reduce belong to the sliding-window rule; give at=window or leave them out"
         )
-    switch = after(at) if at != "window" else when_settled("shift", window, tau, center, reduce)
-
-    def change(method: Method) -> Method:
-        if at == "window":
-            method = method.map_phases(lambda phase: replace(phase, measures={"shift": statistics_shift}))
-        stages = (method.stages[0], tuple(freeze(phase, statistics, affine) for phase in method.stages[0]))
-        return replace(method, stages=stages, switch=switch)
-
+    if at == "window":
+        switch, measures = WhenSettled("shift", window, tau, center, reduce), FrozenDict(shift=StatisticsShift())
+    else:
+        switch, measures = After(at), FrozenDict()
     claimed = ["statistic", "counter"] * statistics + ["affine"] * affine
     return Part(
-        change,
+        FreezeLater(switch, statistics, affine, measures),
         claims=policy_claims(*claimed) | {SWITCH},
         acts_on=frozenset({Kind.STATISTIC} if statistics else {Kind.AFFINE}),
     )

@@ -1,17 +1,18 @@
 """Batch norms that train on statistics the server keeps moving: FBN, HBN, and FedNN's choice of norm."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fednorm.core.claims import CONVOLUTIONS, FINISH, MERGE_STATISTICS, NORM_LAYERS, SWITCH
-from fednorm.core.method import Method, Part, Phase
+from fednorm.core.method import Method, Part
 from fednorm.core.registry import register
 from fednorm.core.state import Kind
-from fednorm.layers.adaptive_gn import adaptive_group_norm
-from fednorm.layers.shared_stats import federated_batch_norm, hybrid_batch_norm
-from fednorm.layers.ws_conv import weight_standardise
-from fednorm.methods.decoupled import two_exchanges
+from fednorm.layers.adaptive_gn import ToAdaptiveGroupNorm
+from fednorm.layers.shared_stats import ToFederatedBN, ToHybridBN
+from fednorm.layers.ws_conv import StandardiseWeights
+from fednorm.methods.decoupled import look_first, then_train
 from fednorm.pieces.changes import chain, keep, merge_by, operate, policy_claims
-from fednorm.pieces.merges import recorded_moments
+from fednorm.pieces.merges import RecordedMoments
+from fednorm.pieces.phases import with_merge
 
 _NORM = frozenset({NORM_LAYERS})
 
@@ -23,8 +24,24 @@ _NORM = frozenset({NORM_LAYERS})
     reconstruction=True,
 )
 def fbn(ema: float = 0.1) -> Part:
-    change = chain(operate(federated_batch_norm()), merge_by(recorded_moments(ema), Kind.STATISTIC))
+    change = chain(operate(ToFederatedBN()), merge_by(RecordedMoments(ema), Kind.STATISTIC))
     return Part(change, claims=_NORM | policy_claims("statistic") | {MERGE_STATISTICS})
+
+
+@dataclass(frozen=True)
+class StatisticsFirst:
+    """A look at one batch moves the shared statistics before clients train; before a test, a look at all data does."""
+
+    ema: float
+
+    def __call__(self, method: Method) -> Method:
+        phase = method.stages[0][-1]
+        look = look_first(phase)
+        smoothed = replace(with_merge(look, RecordedMoments(self.ema), Kind.STATISTIC), work="batch")
+        # What all data says takes the place of the smoothed statistics.
+        query = replace(with_merge(look, RecordedMoments(1.0), Kind.STATISTIC), name="query", work="epoch")
+        # The mixture needs batch statistics in training, so the shared ones are frozen but the layers are not held.
+        return replace(method, stages=((smoothed, then_train(phase)),), query=query)
 
 
 @register(
@@ -34,25 +51,9 @@ def fbn(ema: float = 0.1) -> Part:
     reconstruction=True,
 )
 def hbn(ema: float = 0.002) -> Part:
-    def statistics_first(method: Method) -> Method:
-        look, train = two_exchanges(method.stages[0][-1])
-        # The mixture needs batch statistics in training, so the shared ones are frozen but the layers are not held.
-        train = replace(train, rule=method.stages[0][-1].rule)
-        look = replace(look, work="batch")
-        return replace(method, stages=((_pooling(look, ema), train),), query=_whole(look))
-
-    change = chain(operate(hybrid_batch_norm()), keep(extra="local"), statistics_first)
+    change = chain(operate(ToHybridBN()), keep(extra="local"), StatisticsFirst(ema))
     claims = policy_claims("statistic", "counter", "extra") | {SWITCH, FINISH, MERGE_STATISTICS}
     return Part(change, claims=_NORM | claims)
-
-
-def _pooling(phase: Phase, ema: float) -> Phase:
-    return replace(phase, merge={**phase.merge, Kind.STATISTIC: recorded_moments(ema)})
-
-
-def _whole(phase: Phase) -> Phase:
-    """The pass over all data before a test, whose statistics take the place of the smoothed ones."""
-    return replace(_pooling(phase, 1.0), name="query", work="epoch")
 
 
 @register(
@@ -62,5 +63,5 @@ def _whole(phase: Phase) -> Phase:
     reconstruction=True,
 )
 def fednn(groups: int = 2) -> Part:
-    change = operate(weight_standardise("qiao"), adaptive_group_norm(groups))
+    change = operate(StandardiseWeights("qiao"), ToAdaptiveGroupNorm(groups))
     return Part(change, claims=_NORM | {CONVOLUTIONS})

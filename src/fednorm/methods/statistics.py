@@ -1,17 +1,30 @@
 """Parts that decide how statistics are merged, taken anew after training, or found for a client never seen."""
 
-from dataclasses import replace
 from typing import Literal
 
 from fednorm.core.claims import FINISH, MERGE_STATISTICS, NEWCOMERS, NORM_LAYERS, WEIGHTS
-from fednorm.core.method import Change, Method, Newcomer, Part, Phase
+from fednorm.core.method import Part, Phase
+from fednorm.core.newcomer import Newcomer
 from fednorm.core.registry import register
+from fednorm.core.report import BySize, Uniform, Weigh
 from fednorm.core.state import Kind, Policy
-from fednorm.layers.static_bn import static_batch_norm
-from fednorm.pieces.changes import chain, keep, merge_by, operate, policy_claims, weigh_by
-from fednorm.pieces.merges import pooled as pooled_merge
+from fednorm.layers.static_bn import ToStaticBN
+from fednorm.pieces.changes import (
+    Finish,
+    Query,
+    TreatNewcomers,
+    chain,
+    keep,
+    merge_by,
+    operate,
+    policy_claims,
+    weigh_by,
+)
+from fednorm.pieces.merges import Pooled
+from fednorm.pieces.newcomers import Reestimate, Track
+from fednorm.pieces.phases import with_merge
 from fednorm.pieces.moments import TakeMoments
-from fednorm.pieces.weights import Weigh, by_divergence, by_size, uniform
+from fednorm.pieces.weights import ByDivergence
 
 _MERGE = frozenset({MERGE_STATISTICS})
 _QUERY = dict.fromkeys(Kind, Policy.FROZEN) | {
@@ -23,7 +36,7 @@ _QUERY = dict.fromkeys(Kind, Policy.FROZEN) | {
 
 @register("pooled", paper="law of total variance", summary="merge variances with the part that differs between clients")
 def pooled() -> Part:
-    return Part(merge_by(pooled_merge, Kind.STATISTIC), claims=_MERGE, acts_on=frozenset({Kind.STATISTIC}))
+    return Part(merge_by(Pooled(), Kind.STATISTIC), claims=_MERGE, acts_on=frozenset({Kind.STATISTIC}))
 
 
 @register(
@@ -33,29 +46,24 @@ def pooled() -> Part:
     reconstruction=True,
 )
 def feddna(q: Literal["divergence", "size", "uniform"] = "divergence", tau: float = 1.0) -> Part:
-    weights: dict[str, Weigh] = {"divergence": by_divergence(tau), "size": by_size, "uniform": uniform}
+    weights: dict[str, Weigh] = {"divergence": ByDivergence(tau), "size": BySize(), "uniform": Uniform()}
     change = weigh_by(weights[q], Kind.STATISTIC)
     if q == "divergence":
-        change = chain(change, merge_by(pooled_merge, Kind.STATISTIC))
+        change = chain(change, merge_by(Pooled(), Kind.STATISTIC))
     return Part(change, claims=_MERGE | {WEIGHTS}, acts_on=frozenset({Kind.STATISTIC}))
 
 
 def query(mode: Literal["ema", "cumulative", "pooled"]) -> Phase:
     """A pass over the training data that takes the statistics anew: pooled by clients, or over all data as one."""
-    merge = {kind: pooled_merge if kind is Kind.STATISTIC else rule for kind, rule in Phase().merge.items()}
-    return Phase(
+    phase = Phase(
         name="statistics",
         step=TakeMoments(mode),
         policy=_QUERY,
-        merge=merge,
         work="epoch",
         union=mode != "pooled",
         consumes_batches=False,
     )
-
-
-def _finish_with(phase: Phase) -> Change:
-    return lambda method: replace(method, finish=(*method.finish, phase))
+    return with_merge(phase, Pooled(), Kind.STATISTIC)
 
 
 @register(
@@ -65,7 +73,7 @@ def _finish_with(phase: Phase) -> Change:
 )
 def posthoc(mode: Literal["federated", "ema", "cumulative"] = "federated") -> Part:
     phase = query("pooled" if mode == "federated" else mode)
-    return Part(_finish_with(phase), claims=frozenset({FINISH}), acts_on=frozenset({Kind.STATISTIC}))
+    return Part(Finish(phase), claims=frozenset({FINISH}), acts_on=frozenset({Kind.STATISTIC}))
 
 
 @register(
@@ -74,10 +82,12 @@ def posthoc(mode: Literal["federated", "ema", "cumulative"] = "federated") -> Pa
     summary="static batch norm: no running statistics in training, one query fills them at the end",
 )
 def sbn(query_mode: Literal["pooled", "cumulative"] = "pooled") -> Part:
-    def ask(method: Method) -> Method:
-        return replace(method, query=query(query_mode))
-
-    change = chain(operate(static_batch_norm()), keep(statistic="dropped", counter="dropped"), weigh_by(uniform), ask)
+    change = chain(
+        operate(ToStaticBN()),
+        keep(statistic="dropped", counter="dropped"),
+        weigh_by(Uniform()),
+        Query(query(query_mode)),
+    )
     return Part(change, claims=policy_claims("statistic", "counter") | {NORM_LAYERS, WEIGHTS, FINISH})
 
 
@@ -87,7 +97,7 @@ def sbn(query_mode: Literal["pooled", "cumulative"] = "pooled") -> Part:
     summary="clients never seen before take their statistics from their own unlabelled data",
 )
 def adabn() -> Part:
-    return _newcomer(Newcomer("reestimate"))
+    return _newcomer(Reestimate())
 
 
 @register(
@@ -97,12 +107,8 @@ def adabn() -> Part:
     reconstruction=True,
 )
 def tsmobn(momentum: float = 0.1) -> Part:
-    return _newcomer(Newcomer("track", momentum))
+    return _newcomer(Track(momentum))
 
 
 def _newcomer(rule: Newcomer) -> Part:
-    return Part(
-        lambda method: replace(method, newcomer=replace(rule, variance=method.newcomer.variance)),
-        claims=frozenset({NEWCOMERS}),
-        acts_on=frozenset({Kind.STATISTIC}),
-    )
+    return Part(TreatNewcomers(rule), claims=frozenset({NEWCOMERS}), acts_on=frozenset({Kind.STATISTIC}))

@@ -15,12 +15,13 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from fednorm.core.surgery import SurgeryReport
 from fednorm.errors import ConfigError
 from fednorm.layers.batch_stats import RunningNorm
 from fednorm.layers.rebuild import rebuild_conv
 from fednorm.layers.static_bn import StaticBN
+from fednorm.layers.swapping import substitute
 from fednorm.layers.ws_conv import WSConv2d
-from fednorm.pieces.surgery import SurgeryReport, substitute
 
 
 class VectorsOnly(nn.Module):

@@ -1,6 +1,8 @@
-"""Transforms of a client's gradients: pure functions, applied in the order of the parts."""
+"""Transforms of a client's gradients, applied in the order of the parts."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,26 +22,32 @@ def unit_norms(tensor: Tensor) -> Tensor:
     return torch.sqrt(tensor.square().sum(axes, keepdim=True)) if axes else tensor.abs()
 
 
-def agc(grads: Tree, carry: Carry, numbers: Numbers, facts: Facts) -> Tree:
+@dataclass(frozen=True)
+class AdaptiveClip:
     """Adaptive gradient clipping: ||g|| <= clip * max(||w||, 1e-3) for each unit (Brock et al. 2021b).
 
-    The last linear layer is left alone, as its authors advise.
+    The last linear layer is left alone, as its authors advise; clip is the number `agc.clip`.
     """
-    clip = numbers["agc.clip"]
 
-    def clipped(key: str) -> Tensor:
-        grad = grads[key]
-        if key in facts.head:
-            return grad
-        bound = clip * unit_norms(carry.params[key]).clamp(min=1e-3)
-        norm = unit_norms(grad)
-        return torch.where(norm > bound, grad * (bound / norm.clamp(min=1e-12)), grad)
+    def __call__(self, grads: Tree, carry: Carry, numbers: Numbers, facts: Facts) -> Tree:
+        clip = numbers["agc.clip"]
 
-    return {key: clipped(key) for key in grads}
+        def clipped(key: str) -> Tensor:
+            grad = grads[key]
+            if key in facts.head:
+                return grad
+            bound = clip * unit_norms(carry.params[key]).clamp(min=1e-3)
+            norm = unit_norms(grad)
+            return torch.where(norm > bound, grad * (bound / norm.clamp(min=1e-12)), grad)
+
+        return {key: clipped(key) for key in grads}
 
 
-def clip_norm(grads: Tree, carry: Carry, numbers: Numbers, facts: Facts) -> Tree:
+@dataclass(frozen=True)
+class ClipNorm:
     """Scale the whole gradient down to norm `clip.norm` where it is longer (as torch's clip_grad_norm_)."""
-    total = torch.sqrt(torch.stack([grad.square().sum() for grad in grads.values()]).sum())
-    factor = (numbers["clip.norm"] / (total + 1e-6)).clamp(max=1.0)
-    return {key: grad * factor for key, grad in grads.items()}
+
+    def __call__(self, grads: Tree, carry: Carry, numbers: Numbers, facts: Facts) -> Tree:
+        total = torch.sqrt(torch.stack([grad.square().sum() for grad in grads.values()]).sum())
+        factor = (numbers["clip.norm"] / (total + 1e-6)).clamp(max=1.0)
+        return {key: grad * factor for key, grad in grads.items()}

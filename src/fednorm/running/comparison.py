@@ -18,9 +18,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from fednorm.core.registry import parse
 from fednorm.engines.machine import refuse_ranks
 from fednorm.errors import CheckpointError, ConfigError, FednormError
+from fednorm.methods import parse
 from fednorm.running.api import Interrupted, Objects, describe, opened, orderly_stop, play_all
 from fednorm.running.config import RunConfig, from_dict, to_dict, updated
 from fednorm.running.folder import RunFolder, read_json, write_json

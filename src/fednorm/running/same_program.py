@@ -9,21 +9,19 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from functools import partial
-from types import FunctionType, MethodType
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fednorm.core.method import Method, Phase
-from fednorm.core.registry import parse
 from fednorm.data.federation import Federation
 from fednorm.engines.stack import slot as slot
 from fednorm.engines.stack.device_stack import MOST_LOCAL_BYTES, DeviceStack
 from fednorm.engines.stack.slot import StackSlot, can_stay, local_bytes, reads_channels_last
 from fednorm.halves.prepared import Prepared
+from fednorm.methods import parse
 from fednorm.running.config import EvalConfig, RunConfig
 from fednorm.running.plan import Plan, find_device
 
@@ -35,8 +33,8 @@ def same_program(a: Plan, b: Plan) -> bool:
     return (
         same_settings(a.config, b.config)
         and same_phases(a.method, b.method)
-        and same(a.optimizer, b.optimizer)
-        and same(a.task, b.task)
+        and a.optimizer == b.optimizer
+        and a.task == b.task
         and a.device == b.device
         and a.cohort_size == b.cohort_size
         and _same_examples(a.federation, b.federation)
@@ -75,7 +73,7 @@ def same_phases(a: Method, b: Method) -> bool:
     >>> same_phases(parse("fedadam(lr=0.1)"), parse("fedadam(lr=0.2)"))
     False
     """
-    return a.data == b.data and same(_exchanges(a), _exchanges(b))
+    return a.data == b.data and _exchanges(a) == _exchanges(b)
 
 
 def _exchanges(method: Method) -> list[tuple[Phase, ...]]:
@@ -86,45 +84,6 @@ def _exchanges(method: Method) -> list[tuple[Phase, ...]]:
 
     query = (method.query,) if method.query else ()
     return [tuple(map(without_numbers, phases)) for phases in (*method.stages, method.finish, query)]
-
-
-def same(a: Any, b: Any, assumed: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Whether two values are equal, where functions of one code over the same values are equal too.
-
-    Parsing an expression twice makes such functions. A function that refers to itself is met again under the
-    assumption that it is the same. What cannot be looked into is the same only if it is one object or says so itself.
-
-    >>> def adder(n):
-    ...     return lambda x: x + n
-    >>> same(adder(1), adder(1)), same(adder(1), adder(2))
-    (True, False)
-    """
-    if a is b or (id(a), id(b)) in assumed:
-        return True
-    if type(a) is not type(b):
-        return False
-    assumed = assumed | {(id(a), id(b))}
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-    if isinstance(a, FunctionType):
-        return a.__code__ is b.__code__ and same(_captured(a), _captured(b), assumed)
-    if isinstance(a, MethodType):
-        return a.__func__ is b.__func__ and same(a.__self__, b.__self__, assumed)
-    if isinstance(a, partial):
-        return same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords], assumed)
-    if is_dataclass(a):
-        return all(same(getattr(a, field.name), getattr(b, field.name), assumed) for field in fields(a))
-    if isinstance(a, Mapping):
-        return list(a) == list(b) and same(list(a.values()), list(b.values()), assumed)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(*pair, assumed) for pair in zip(a, b, strict=True))
-    return (a == b) is True
-
-
-def _captured(function: FunctionType) -> list[Any]:
-    """The values a function holds beside its code."""
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [function.__defaults__, function.__kwdefaults__, cells]
 
 
 def _same_examples(a: Federation, b: Federation) -> bool:
@@ -150,15 +109,29 @@ def _same_model(a: Prepared, b: Prepared) -> bool:
     """Whether two models are the same function of their state: the same modules with the same settings."""
     modules, others = (list(prepared.model.named_modules(remove_duplicate=False)) for prepared in (a, b))
     return (
-        same(a.facts, b.facts)
+        a.facts == b.facts
         and a.keyed == b.keyed
         and [(name, type(module)) for name, module in modules] == [(name, type(module)) for name, module in others]
         and all(
-            same(_module_settings(one), _module_settings(other))
+            _same_values(_module_settings(one), _module_settings(other))
             for (_, one), (_, other) in zip(modules, others, strict=True)
         )
-        and same(_constants(a), _constants(b))
+        and _same_values(_constants(a), _constants(b))
     )
+
+
+def _same_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(_same_value(value, b[name]) for name, value in a.items())
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    """Whether a setting is the same in two models; what cannot be compared is taken for different."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (RuntimeError, ValueError):  # arrays, or tensors inside of something
+        return False
 
 
 _STATE = {"_parameters", "_buffers", "_modules"}

@@ -38,7 +38,7 @@ def averaged_local(plan: Plan, phase: Phase, store: Store) -> Tree:
             # States read from the file are on the host, those of the last round may be on a device.
             most[entry.key] = torch.maximum(most.get(entry.key, top).to(top.device), top)
     found = {**most, **mean.of(numbers)}
-    if plan.method.newcomer.variance == "pooled":
+    if plan.method.newcomer.pools_variances:
         found |= _pooled(_moments(numbers), found, store, clients)
     return {entry.key: found[entry.key].to(entry.dtype) for entry in local}
 

@@ -23,7 +23,7 @@ from fednorm.engines.base import start_state, step_spec
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store
 from fednorm.scoring.averages import averaged_local
-from fednorm.scoring.newcomer import reestimated, tracked
+from fednorm.scoring.newcomer import newcomer_model
 from fednorm.scoring.tasks import Sums
 
 Scores = dict[str, dict[str, Any]]
@@ -167,11 +167,11 @@ def evaluate(plan: Plan, phase: Phase, server: Tree, store: Store) -> Scores:
             unseen,
             test,
             [federation.own_test[c] for c in unseen],
-            (lambda c: reestimated(plan, phase, newcomer, c)) if rule.rule == "reestimate" else None,
+            (lambda c: newcomer_model(plan, phase, newcomer, c)) if rule.uses_data else None,
             about,
-            (lambda state, x: tracked(spec, state, x, rule.momentum)) if rule.rule == "track" else None,
+            (lambda state, x: rule.from_batch(spec, state, x)) if rule.uses_batches else None,
         )
-        result["unseen"]["how"] = rule.rule
+        result["unseen"]["how"] = rule.name
     held = [plan.batches.split(c)[1] for c in trained] if plan.config.data.val_fraction else []
     if any(map(len, held)):
         result["validation"] = mean_over(trained, (federation.x, federation.y), held, model_of, note)

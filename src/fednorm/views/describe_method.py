@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -10,33 +10,39 @@ from torch import nn
 
 from fednorm import models
 from fednorm.core.expression import parse_term
-from fednorm.core.method import Method, Phase
+from fednorm.core.method import Method, Part, Phase
 from fednorm.core.optim import MOMENTUM_SGD
-from fednorm.core.registry import known_methods, parse
 from fednorm.core.state import Kind, Policy
-from fednorm.halves.merging import UP, Schema
+from fednorm.halves.cost import exchange_cost
+from fednorm.halves.merging import Schema
 from fednorm.halves.prepared import Prepared, prepare
-from fednorm.views.describe import cost, in_time, sent
+from fednorm.methods import known_methods, parse
+from fednorm.views.describe_model import cost, in_time
+from fednorm.views.describe_piece import describe_piece, explain_piece
 
 REFERENCE = "resnet20"
 ABSENT = "absent"
 """Stands where a policy would, for a kind that the model has none of after the method's surgery."""
 
 
-def describe(expression: str | Method, model: str = REFERENCE) -> dict[str, Any]:
+def describe_method(expression: str | Method, model: str = REFERENCE) -> dict[str, Any]:
     """All there is to say of a method as plain JSON values; policies and costs are those on `model` with SGD momentum.
 
-    >>> facts = describe("silobn")
+    >>> facts = describe_method("silobn")
     >>> facts["policies"]["statistic"], facts["local"], facts["needs"]
     ('local', ['statistic', 'counter'], ['client_state'])
     >>> facts["stages"][0]["exchanges"], round(facts["stages"][0]["percent_up"], 1)
     (1, 99.5)
     """
-    method = parse(expression)
-    prepared = prepare(_reference(model), method, name=f"model '{model}'")
-    parts = [_part(part.label) for part in method.parts]
-    stages = [_exchanges(prepared, stage, model) for stage in method.stages]
-    after = [*method.finish, *([method.query] if method.query else [])]
+    prepared = prepare(_reference(model), parse(expression), name=f"model '{model}'")
+    return {**method_facts(prepared, _fedavg_bytes(model)), "model": model}
+
+
+def method_facts(prepared: Prepared, fedavg_bytes: int) -> dict[str, Any]:
+    """`describe_method` of a method that met its model already, on which averaging everything sends `fedavg_bytes`."""
+    method = prepared.method
+    parts = [_part(part) for part in method.parts]
+    stages = [_exchanges(prepared, stage, fedavg_bytes) for stage in method.stages]
     table = [phase["policy"] for stage in stages for phase in stage["phases"]]
     return {
         "name": method.name,
@@ -45,18 +51,33 @@ def describe(expression: str | Method, model: str = REFERENCE) -> dict[str, Any]
         "reconstruction": any(part["reconstruction"] for part in parts),
         "options": parts[0]["options"] if len(parts) == 1 else {part["name"]: part["options"] for part in parts},
         "parts": parts,
+        "claims": sorted({claim for part in method.parts for claim in part.claims}),
         "needs": sorted(method.needs),
-        "model": model,
+        "data": method.data,
+        "surgery": [describe_piece(surgery) for _, surgery in method.surgery],
         "policies": {
             kind.value: in_time(Policy(row[kind]) for row in table if row[kind] != ABSENT) or ABSENT for kind in Kind
         },
         "local": [kind.value for kind in Kind if any(row[kind] == Policy.LOCAL for row in table)],
         "stages": stages,
-        "after_training": _exchanges(prepared, after, model) if after else None,
-        "newcomer": method.newcomer.rule,
-        "data": method.data,
+        "switch": describe_piece(method.switch),
+        "finish": _exchanges(prepared, method.finish, fedavg_bytes) if method.finish else None,
+        "query": _exchanges(prepared, [method.query], fedavg_bytes) if method.query else None,
+        "newcomers": describe_piece(method.newcomer),
+        "pieces": {describe_piece(piece): explain_piece(piece) for piece in _pieces(method)},
         "notes": list(prepared.notes),
     }
+
+
+def _pieces(method: Method) -> list[Any]:
+    """All that a method is made of, in the order in which it is told."""
+    found: list[Any] = [surgery for _, surgery in method.surgery]
+    found += [method.switch] * (len(method.stages) > 1)
+    for phase in (*method.phases, *method.finish, *([method.query] if method.query else [])):
+        rule = phase.rule
+        found += [phase.step, *rule.losses, *rule.grads, *rule.lr_factors, *phase.measures.values()]
+        found += [*phase.weigh.values(), *phase.merge.values()]
+    return [*found, method.newcomer]
 
 
 @cache
@@ -67,19 +88,24 @@ def _reference(model: str) -> nn.Module:
 
 @cache
 def _fedavg_bytes(model: str) -> int:
+    return fedavg_bytes(_reference(model))
+
+
+def fedavg_bytes(model: nn.Module) -> int:
     """What a client sends where everything is shared: the default method is plain averaging."""
     plain = Method()
-    return sent(prepare(_reference(model), plain).schema(plain.phases[0]), *UP)
+    return exchange_cost(plain.phases[0], prepare(model, plain).schema(plain.phases[0])).up
 
 
-def _part(label: str) -> dict[str, Any]:
-    info = known_methods()[parse_term(label, "method", "fixbn(at=0.5)").name]
+def _part(part: Part) -> dict[str, Any]:
+    info = known_methods()[parse_term(part.label, "method", "fixbn(at=0.5)").name]
     takes = {name: _in_words(hint) for name, hint in get_type_hints(info.make).items()}
     return {
         "name": info.name,
         "paper": info.paper,
         "summary": info.summary,
         "options": {name: {"default": value, "takes": takes[name]} for name, value in info.options.items()},
+        "claims": sorted(part.claims),
         "reconstruction": info.reconstruction,
     }
 
@@ -91,31 +117,37 @@ def _in_words(hint: Any) -> str:
     return {bool: "true or false", int: "whole number", float: "number"}.get(hint, str(hint))
 
 
-def _exchanges(prepared: Prepared, phases: tuple[Phase, ...] | list[Phase], model: str) -> dict[str, Any]:
+def _exchanges(prepared: Prepared, phases: Sequence[Phase], fedavg_bytes: int) -> dict[str, Any]:
     """Some phases in a row, and what they cost one client together."""
     listed = [_phase(prepared, phase) for phase in phases]
     total = {what: sum(phase[what] for phase in listed) for what in ("exchanges", "bytes_up", "bytes_down")}
-    return {**total, "percent_up": 100 * total["bytes_up"] / _fedavg_bytes(model), "phases": listed}
+    return {**total, "percent_up": 100 * total["bytes_up"] / fedavg_bytes, "phases": listed}
 
 
 def _phase(prepared: Prepared, phase: Phase) -> dict[str, Any]:
-    schema = prepared.schema(phase, MOMENTUM_SGD)
-    exchanges, up, down = cost(prepared.method, phase, schema)
+    schema, rule = prepared.schema(phase, MOMENTUM_SGD), phase.rule
+    spent = cost(prepared, phase, MOMENTUM_SGD)
     policy = {kind.value: _policy_of(kind, schema) for kind in Kind}
-    merged = [kind for kind in Kind if policy[kind] == Policy.SHARED] if exchanges else []
+    merged = [kind for kind in Kind if policy[kind] == Policy.SHARED] if spent.exchanges else []
     return {
         "name": phase.name,
+        "step": describe_piece(phase.step),
+        "work": phase.work,
+        "union": phase.union,
+        "consumes_batches": phase.consumes_batches,
+        "lockstep": phase.lockstep,
+        "losses": [describe_piece(penalty) for penalty in rule.losses],
+        "grads": [describe_piece(transform) for transform in rule.grads],
+        "numbers": dict(rule.numbers),
+        "lr_factors": [describe_piece(factors) for factors in rule.lr_factors],
+        "held": sorted(kind.value for kind in rule.hold),
+        "measures": {name: describe_piece(measure) for name, measure in phase.measures.items()},
         "policy": policy,
         "weights": _by_kind(merged, phase.weigh),
         "merge": _by_kind(merged, phase.merge),
-        "held": sorted(kind.value for kind in phase.rule.hold),
-        "scalars": sorted(phase.measures),
-        "lockstep": phase.lockstep,
-        "work": phase.work,
-        "union": phase.union,
-        "exchanges": exchanges,
-        "bytes_up": up,
-        "bytes_down": down,
+        "exchanges": spent.exchanges,
+        "bytes_up": spent.up,
+        "bytes_down": spent.down,
     }
 
 
@@ -126,15 +158,5 @@ def _policy_of(kind: Kind, schema: Schema) -> str:
     )
 
 
-def _by_kind(kinds: list[Kind], rules: Mapping[Kind, Callable[..., Any]]) -> dict[str, str]:
-    return {kind.value: rule_name(rules[kind]) for kind in kinds}
-
-
-def rule_name(rule: Callable[..., Any]) -> str:
-    """A weighing or merging rule in words: the name of its function, or of the function that made it.
-
-    >>> from fednorm.pieces.weights import by_loss, by_size
-    >>> rule_name(by_size), rule_name(by_loss("all"))
-    ('by size', 'by loss')
-    """
-    return getattr(rule, "__qualname__", type(rule).__name__).partition(".")[0].replace("_", " ")
+def _by_kind(kinds: list[Kind], rules: Mapping[Kind, Any]) -> dict[str, str]:
+    return {kind.value: describe_piece(rules[kind]) for kind in kinds}

@@ -76,9 +76,9 @@ def torchvision_state() -> str:
 def datasets_here() -> list[str]:
     """Names of the sets that a run could use now."""
     from fednorm.data.registry import DATASETS
-    from fednorm.data.verify import describe
+    from fednorm.data.verify import describe_dataset
 
-    return [name for name in DATASETS if describe(name)["here"]]
+    return [name for name in DATASETS if describe_dataset(name)["here"]]
 
 
 def seconds_of_a_round() -> float:

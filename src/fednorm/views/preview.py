@@ -16,7 +16,7 @@ from fednorm.running.config import to_dict
 from fednorm.running.plan import Plan
 from fednorm.running.threads import threads_of
 from fednorm.scoring.evaluate import score_rows
-from fednorm.views.describe import exchanges
+from fednorm.views.describe_model import exchanges
 
 TIMED_STEPS, TIMED_CLIENTS = 3, 10
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fednorm.core.method import Method, Phase
+from fednorm.core.method import Phase
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy
-from fednorm.halves.merging import DOWN, UP, Schema
+from fednorm.halves.cost import Cost, exchange_cost
 from fednorm.halves.prepared import Prepared
-from fednorm.running.run import lockstep_cost
 
 
-def describe(prepared: Prepared, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def describe_model(prepared: Prepared, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Entries with kind, policy, shape and bytes, their totals, and what surgery had to say.
 
     A policy that changes in the course of a run reads `shared -> frozen`. Optimizer buffers are listed where they
     outlive a round.
     """
-    phases = phases_of(prepared.method)
-    schemas = [prepared.schema(phase, optimizer) for phase in phases]
+    in_order = (*prepared.method.phases, *prepared.method.finish)
+    schemas = [prepared.schema(phase, optimizer) for phase in in_order]
     listing: list[tuple[Entry, str]] = []
     for entry in _each_once(schemas):
         policies = [schema[entry.key][1] for schema in schemas if entry.key in schema]
@@ -48,33 +47,24 @@ def describe(prepared: Prepared, optimizer: Optimizer | None = None) -> dict[str
 
 
 def exchanges(prepared: Prepared, optimizer: Optimizer | None = None) -> list[dict[str, Any]]:
-    """Bytes that one client sends and receives in each exchange: the phases of every stage, then the finish."""
+    """What each exchange costs one client: the phases of every stage, then the finish, then the query."""
     method = prepared.method
-    named = [(number, phase) for number, stage in enumerate(method.stages, 1) for phase in stage]
-    lines = []
-    for stage, phase in [*named, *(("finish", phase) for phase in method.finish)]:
-        _, up, down = cost(method, phase, prepared.schema(phase, optimizer))
-        lines.append({"stage": stage, "phase": phase.name, "up": up, "down": down})
-    return lines
+    named: list[tuple[int | str, str, Phase]] = [
+        (number, f"stage {number}", phase) for number, stage in enumerate(method.stages, 1) for phase in stage
+    ]
+    named += [("finish", "after training", phase) for phase in method.finish]
+    named += [("query", "before every test", method.query)] if method.query else []
+    return [
+        {"stage": stage, "when": when, "phase": phase.name, **cost(prepared, phase, optimizer)._asdict()}
+        for stage, when, phase in named
+    ]
 
 
-def cost(method: Method, phase: Phase, schema: Schema) -> tuple[int, int, int]:
-    """(exchanges, bytes up, bytes down) of one client in a phase; nothing where data is not apart."""
-    if method.data == "union" or phase.union:
-        return 0, 0, 0
-    steps, extra = lockstep_cost(phase, schema)
-    up, down = (sent(schema, *policies) + extra for policies in (UP, DOWN))
-    return 1 + steps if up or down else 0, up, down
-
-
-def sent(schema: Schema, *policies: Policy) -> int:
-    """Bytes of the entries that have one of the policies."""
-    return sum(entry.bytes for entry, policy in schema.values() if policy in policies)
-
-
-def phases_of(method: Method) -> tuple[Phase, ...]:
-    """All phases of a method in the order of time."""
-    return method.phases + method.finish
+def cost(prepared: Prepared, phase: Phase, optimizer: Optimizer | None = None) -> Cost:
+    """What a phase of a prepared method costs one client; nothing where no client has data of its own."""
+    if prepared.method.data == "union":
+        return Cost()
+    return exchange_cost(phase, prepared.schema(phase, optimizer))
 
 
 def in_time(policies: Iterable[Policy]) -> str:
