@@ -28,6 +28,7 @@ from fednorm import models
 from fednorm.bench.machine import describe_machine
 from fednorm.core.registry import parse
 from fednorm.errors import ConfigError
+from fednorm.files import write_json
 from fednorm.halves.prepared import prepare
 from fednorm.pieces.fold import fold
 from fednorm.running.plan import find_device
@@ -198,7 +199,7 @@ def main() -> None:
     }
     out = arguments.out or RESULTS / f"inference_{device.type}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(out, result, indent=1)
     print(table(result))
 
 

@@ -26,10 +26,11 @@ from fednorm.pieces.weights import Report
 from fednorm.running.config import differences, to_dict
 from fednorm.running.in_step import play_together
 from fednorm.running.plan import Plan
+from fednorm.running.records import RoundRow as Row
+from fednorm.running.records import new_row
 from fednorm.running.store import ClientState, Store, to_device
 from fednorm.scoring.evaluate import Scores, evaluate
 
-Row = dict[str, Any]
 CHECKPOINT_SECONDS = 2.0
 """Time between two checkpoints where the config names no number of rounds."""
 
@@ -158,8 +159,7 @@ class Run:
         progress = Progress(number, config.rounds)
         memory, stage = method.switch(self.switch_memory, progress, self.reports)
         cohort = sample(self.plan, number)
-        row: Row = {"round": number, "stage": stage, "clients": len(cohort)}
-        row |= dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
+        row = new_row(round=number, stage=stage, clients=len(cohort))
         if len(cohort) < len(self.plan.federation.training_clients) and method.data == "each":
             row["cohort"] = cohort
         for place, phase in enumerate(method.stages[stage]):
@@ -212,7 +212,7 @@ class Run:
         if query is None:
             return self._scores(phase)
         before = [{key: value.clone() for key, value in tree.items()} for tree in (self.server, self.merge_memory)]
-        cost: Row = row if last else dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
+        cost = row if last else new_row(round=number, stage=row["stage"], clients=row["clients"])
         yield Wish(("query", 0, 0), query, number, self._everyone(query), cost, keep=False)
         scores = self._scores(phase)
         if not last:
