@@ -113,7 +113,7 @@ def measure(workload: LongRun, options: Options, found: Section, progress: Progr
         if moments:
             total = time.perf_counter() - started
             found.measurements += _measurements(workload, started, moments, total, precision)
-    found.settings["accuracy"] = score_of(row["eval"], "pooled", "accuracy")
+    found.settings["accuracy"] = score_of(row.get("eval", {}), "pooled", "accuracy")
 
 
 def _measurements(

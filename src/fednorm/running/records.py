@@ -115,10 +115,10 @@ class RoundRow(TypedDict):
     """seconds the round took; absent where a run was stopped before they were measured"""
 
 
-class BestRound(Scores):
-    """All scores of the round that was best on the validation data."""
+class BestRound(Scores, total=False):
+    """All scores of the round that was best on the validation data: the fields of Scores, and one more."""
 
-    round: int
+    round: Required[int]
     """number of the round"""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fednorm.errors import require
+from fednorm.files import disk_errors
 from fednorm.running.records import RunResult
 from fednorm.running.results import PROTOCOLS, Result
 
@@ -56,7 +57,8 @@ def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[s
     if title:
         figure.suptitle(title, fontsize=12)
     path = Path(path)
-    figure.savefig(path)
+    with disk_errors(path):
+        figure.savefig(path)
     return path
 
 
