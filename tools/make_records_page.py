@@ -27,14 +27,14 @@ This page is written by `make docs` from `src/fednorm/running/records.py`.
 | `.lock` | the process that works in the folder |
 | `*.part` | a file that is being written; it takes its name when it is whole |
 
-A comparison has `config.json` (with its methods and seeds under `compare`), `env.json`, `result.json` with all runs, and
-a folder for each run, named `METHOD-seedN`.
+A comparison has `config.json` (with its methods and seeds under `compare`), `env.json`, `result.json` with all runs,
+and a folder for each run, named `METHOD-seedN`.
 
 ## The same in Python
 
-`fednorm.run(..., on_row=tell)` and `fednorm.compare(..., on_row=tell)` call `tell(run, row)` after every round: `run` is a
-`RunId(method, seed)`, `row` a `RoundRow`. The `runs` of what they return are `RunResult`s. Records are plain dicts at run
-time; their types are in `fednorm.running.records`.
+`fednorm.run(..., on_row=tell)` and `fednorm.compare(..., on_row=tell)` call `tell(run, row)` after every round: `run`
+is a `RunId(method, seed)`, `row` a `RoundRow`. The `runs` of what they return are `RunResult`s. Records are plain dicts
+at run time; their types are in `fednorm.running.records`.
 """
 TAIL = """## What stays compatible
 
