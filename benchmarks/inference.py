@@ -27,6 +27,7 @@ from torch import nn
 from fednorm import models
 from fednorm.bench.machine import describe_machine
 from fednorm.errors import ConfigError
+from fednorm.files import write_json
 from fednorm.halves.prepared import prepare
 from fednorm.methods import parse
 from fednorm.pieces.fold import fold
@@ -198,7 +199,7 @@ def main() -> None:
     }
     out = arguments.out or RESULTS / f"inference_{device.type}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(out, result, indent=1)
     print(table(result))
 
 

@@ -25,6 +25,7 @@ from fednorm.bench.machine import describe_machine
 from fednorm.core.state import tree_bytes
 from fednorm.data.client_rows import ClientRows
 from fednorm.data.federation import Federation
+from fednorm.files import write_json
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.plan import Plan, make_plan
 from fednorm.running.run import Run, sample
@@ -198,7 +199,7 @@ def main() -> None:
     result = {"benchmark": "population", **describe_machine(torch.device("cpu"))}
     result |= {"target": target, "by_population": growth, "by_state": states}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.out, result, indent=1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ is float32. Writes benchmarks/results/precision_cuda.json and prints its table.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from fednorm.bench.machine import describe_machine
+from fednorm.files import write_json
 from fednorm.running.comparison import compare
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.results import spread
@@ -69,7 +69,7 @@ def main() -> None:
         finals, seconds = accuracies(precision, options.rounds, options.seeds, options.data_dir)
         found[precision] = {"accuracy": finals, "spread": str(spread(finals)), "seconds": round(seconds, 1)}
         print(f"{precision}: {spread(finals)} % ({', '.join(f'{each:.2f}' for each in finals)}), {seconds:.0f} s")
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.out, report, indent=1)
 
 
 if __name__ == "__main__":

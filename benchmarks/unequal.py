@@ -10,7 +10,6 @@ smaller batch. The first rows include what is compiled on the way. Writes benchm
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from fednorm.bench.machine import describe_machine
 from fednorm.bench.pools import random_images
 from fednorm.bench.timing import steady_seconds
 from fednorm.data.client_rows import consecutive_rows
+from fednorm.files import write_json
 from fednorm.running.plan import find_device, make_plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store
@@ -69,7 +69,7 @@ def main() -> None:
         first = found["seconds_to_first_row"]
         print(f"{name:8} {found['images']:8} images  first row {first:6.1f} s  {told}", flush=True)
     out = options.out or Path(__file__).parent / "results" / f"unequal_{device.type}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(out, result, indent=1)
     print(out)
 
 

@@ -26,6 +26,7 @@ from fednorm.bench.pools import cifar10, random_images
 from fednorm.bench.report import Measured, Progress, Report, Section, measured
 from fednorm.bench.timing import Effort, Race, Timing, course_of, repeated, steady_seconds
 from fednorm.errors import ConfigError, FednormError
+from fednorm.running import environment
 
 CPU = torch.device("cpu")
 GPU_ON_CPU = ("gpu", "--device", "cpu", "--model", "mlp_bn", "--clients", "2", "--local-steps", "1")
@@ -347,13 +348,13 @@ def test_no_peers_is_said(tmp_path: Path) -> None:
 
 def test_the_commit_is_named_found_or_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FEDNORM_COMMIT", raising=False)
-    (tmp_path / "fednorm" / "bench").mkdir(parents=True)
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "fednorm" / "bench" / "machine.py"))
-    assert machine.commit() == "unknown"
+    (tmp_path / "fednorm" / "running").mkdir(parents=True)
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "fednorm" / "running" / "environment.py"))
+    assert environment.commit() == "unknown"
     monkeypatch.setenv("PATH", "")
-    assert machine.commit() == "unknown"
+    assert environment.commit() == "unknown"
     monkeypatch.setenv("FEDNORM_COMMIT", "cafe")
-    assert machine.commit() == "cafe"
+    assert environment.commit() == "cafe"
     facts = machine.describe_machine(CPU, ["fednorm", "bench", "--out", "a b"])
     assert facts["command"] == "fednorm bench --out 'a b'"
     assert facts["hardware"]["gpu"] is None

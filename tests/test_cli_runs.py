@@ -15,6 +15,7 @@ from command import TINY, fednorm
 from fednorm.core.state import Kind, kinds
 from fednorm.running.folder import RunFolder
 from fednorm.running.observers import guarded, watching
+from fednorm.running.records import RoundRow, RunId, new_row
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +192,13 @@ def test_a_missing_extra_is_named_before_any_work(tmp_path: Path, monkeypatch: p
 def test_a_failing_observer_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
-    def fail(method: str, seed: int, row: dict[str, object]) -> None:
+    def fail(run: RunId, row: RoundRow) -> None:
         asked.append(row)
         raise OSError("no space for events")
 
     tell = guarded(fail)
     for number in (1, 2):
-        tell("fedavg", 0, {"round": number})
+        tell(RunId("fedavg", 0), new_row(round=number, stage=0, clients=5))
     assert len(asked) == 1
     assert capsys.readouterr().err == "warning: function failed (no space for events); the run goes on without it\n"
 
@@ -212,8 +213,8 @@ def test_a_terminal_gets_bars() -> None:
     screen = Terminal()
     with watching(2, stream=screen, runs=2) as tell:
         for number in (1, 2):
-            row = {"round": number, "seconds": 0.5, "eval": {"pooled": {"accuracy": 50.0 + number}}}
-            tell("fixbn", 0, row)
+            row = new_row(round=number, stage=0, clients=5)
+            tell(RunId("fixbn", 0), row | {"seconds": 0.5, "eval": {"pooled": {"accuracy": 50.0 + number}}})
     assert "[1/2] fixbn seed 0  accuracy 52.0  1 s" in screen.getvalue()
 
 

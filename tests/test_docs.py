@@ -9,9 +9,11 @@ import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import is_typeddict
 
 import pytest
 
+import fednorm
 import tiny
 from fednorm import models
 from fednorm.core.expression import literal, parse_term
@@ -19,6 +21,7 @@ from fednorm.core.state import Kind
 from fednorm.data.partition import find_partition
 from fednorm.errors import ConfigError
 from fednorm.methods import known_methods, parse
+from fednorm.running import records
 from fednorm.running.config import RunConfig, all_fields, updated
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +63,20 @@ def test_a_stale_methods_page_is_found(
     assert capsys.readouterr().err == "docs/methods.md is out of date; run python tools/make_methods_page.py\n"
     assert tool.main([]) == 0
     assert tool.main(["--check"]) == 0
+
+
+def test_the_records_page_is_current() -> None:
+    tool = load_file(ROOT / "tools" / "make_records_page.py")
+    assert (DOCS / "records.md").read_text() == tool.page(), "run `make docs`"
+
+
+def test_the_records_page_names_every_record_and_every_file(tmp_path: Path) -> None:
+    page = (DOCS / "records.md").read_text()
+    for name in (name for name, cls in vars(records).items() if is_typeddict(cls)):
+        assert f"### {name}\n" in page
+    fednorm.run(out=tmp_path / "run", model="mlp_bn", rounds=1, local_steps=1, train_limit=200)
+    for path in (tmp_path / "run").iterdir():
+        assert f"| `{path.name}` |" in page
 
 
 def python_blocks(page: Path) -> list[str]:

@@ -22,8 +22,10 @@ from fednorm.running.config import RunConfig, updated
 from fednorm.running.folder import RunFolder
 from fednorm.running.in_step import play_together
 from fednorm.running.plan import Plan
-from fednorm.running.run import Row, Run
-from fednorm.running.same_program import allocate_slots, same_program
+from fednorm.running.records import RoundRow as Row
+from fednorm.running.records import RunId
+from fednorm.running.run import Run
+from fednorm.running.same_program import engine_maker, same_program
 from fednorm.running.store import Store
 from test_stacked import gap
 
@@ -309,7 +311,7 @@ def test_a_comparison_is_packed_and_its_result_the_same(
     seen: list[tuple[str, int, int]] = []
     out = tmp_path / "c"
     packed = fednorm.compare(
-        METHODS, config=COMPARED, seeds=(0, 1), out=out, on_event=lambda m, s, row: seen.append((m, s, row["round"]))
+        METHODS, config=COMPARED, seeds=(0, 1), out=out, on_row=lambda run, row: seen.append((*run, row["round"]))
     )
     lines = [line for line in capsys.readouterr().err.splitlines() if "share" in line]
     assert lines == [SHARED.format(4), SHARED.format(2)]
@@ -328,16 +330,16 @@ def test_an_interrupted_comparison_goes_on(
 ) -> None:
     from fednorm.running.comparison import resume_comparison
 
-    def stop(method: str, seed: int, row: Row) -> None:
-        if row["round"] == 3 and seed == 1:
+    def stop(run: RunId, row: Row) -> None:
+        if row["round"] == 3 and run.seed == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted, match="stopped by SIGTERM"):
-        fednorm.compare(METHODS, config=COMPARED, seeds=(0, 1), out=tmp_path / "c", on_event=stop)
+        fednorm.compare(METHODS, config=COMPARED, seeds=(0, 1), out=tmp_path / "c", on_row=stop)
     folders = [RunFolder(path) for path in (tmp_path / "c").iterdir() if path.is_dir()]
     assert not any(folder.result.exists() for folder in folders)
     rows: list[int] = []
-    result = resume_comparison(RunFolder(tmp_path / "c"), on_event=lambda m, s, row: rows.append(row["round"]))
+    result = resume_comparison(RunFolder(tmp_path / "c"), on_row=lambda run, row: rows.append(row["round"]))
     assert_close(compared(result), compared(unpacked))
     assert all(folder.metrics.read_text().count("\n") == 6 for folder in folders)
     assert rows.count(1) == 2, "only the two runs of the other method had not begun"

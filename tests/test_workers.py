@@ -165,7 +165,7 @@ def net():
     layers = (torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
     return (Net if "own" in sys.argv else torch.nn.Sequential)(*layers)
 
-def tell(plan, row):
+def tell(run, row):
     pids = [child.pid for child in multiprocessing.active_children()]
     if "signals" in sys.argv:
         for pid in pids:
@@ -176,7 +176,7 @@ def tell(plan, row):
         os.kill(os.getpid(), 9)
 
 result = fednorm.run(model=net(), clients=[(x, y)] * 2, test=(x, y), rounds=2, local_steps=1, engine="workers",
-                     device="cpu", on_round=tell)
+                     device="cpu", on_row=tell)
 print("done")
 """
 

@@ -31,6 +31,7 @@ from fednorm.bench.plain_steps import client_loop
 from fednorm.bench.pools import random_images
 from fednorm.bench.timing import Play, course_of, repeated
 from fednorm.data.federation import Federation, from_clients
+from fednorm.files import write_json
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.plan import find_device, make_plan
 from fednorm.running.run import Run
@@ -187,7 +188,7 @@ def main() -> None:
         json.loads(stored.read_text())["by_population"] if stored else by_population(arguments.rounds)
     )
     path = arguments.out / f"scaling_{device.type}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(path, result, indent=1)
     draw(result, path.with_suffix(".png"))
     print(path)
 

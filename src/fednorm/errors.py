@@ -69,9 +69,13 @@ class LockedError(FednormError):
     exit_code = 6
 
 
-def first_line(error: Exception) -> str:
-    """What another library's error says, without the pages that may follow."""
-    return str(error).strip().splitlines()[0]
+def first_line(error: BaseException) -> str:
+    """What another library's error says, without the pages that may follow; its type where it says nothing.
+
+    >>> first_line(ValueError("no such layer\\nsee the manual")), first_line(AssertionError())
+    ('no such layer', 'AssertionError')
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def unknown(what: str, name: object, options: Iterable[str], listing: str = "") -> ConfigError:

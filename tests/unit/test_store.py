@@ -55,7 +55,7 @@ def test_what_goes_in_comes_out(tmp_path: Path, server: Tree, mine: Tree, steps:
     assert again.get(4).steps == steps
     assert again.seen() == [4]
     assert again.facts() == {"switch": {"k": [1, 2.5, None]}, "round": 2}
-    assert list(again.rows()) == [{"round": 1}, {"round": 2, "loss": 0.1}]
+    assert list(again.rows()) == [{"version": 1, "round": 1}, {"version": 1, "round": 2, "loss": 0.1}]
     again.close()
 
 

@@ -6,7 +6,7 @@ A shortened run is played to its end too; what the full one would take is then c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fednorm.bench.timing import FOREVER, steady_seconds, synchronize
 from fednorm.data.federation import Federation
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.plan import make_plan
+from fednorm.running.records import score_of
 from fednorm.running.run import Run
 from fednorm.running.store import Store
 from fednorm.running.threads import threads_of
@@ -96,7 +97,7 @@ def measure(workload: LongRun, options: Options, found: Section, progress: Progr
     found.settings |= {"rounds played": played, "data": federation.name}
     progress.workload(f"{workload.name}: {workload.title}; {played} rounds, {precision}, {federation.name}")
     moments: list[float] = []
-    row: dict[str, Any] = {}
+    row: Mapping[str, Any] = {}
     started = time.perf_counter()
     plan = make_plan(config, federation=federation)
     try:
@@ -112,7 +113,7 @@ def measure(workload: LongRun, options: Options, found: Section, progress: Progr
         if moments:
             total = time.perf_counter() - started
             found.measurements += _measurements(workload, started, moments, total, precision)
-    found.settings["accuracy"] = row["eval"]["pooled"]["accuracy"]
+    found.settings["accuracy"] = score_of(row.get("eval", {}), "pooled", "accuracy")
 
 
 def _measurements(

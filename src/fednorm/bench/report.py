@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fednorm.bench.timing import Timing
-from fednorm.errors import DiskError
+from fednorm.files import disk_errors, write_json
 
 FEW = 3
 """Quiet timings below which all of a variant's timings are used."""
@@ -124,11 +123,9 @@ class Report:
         ]
 
     def write(self, path: Path) -> None:
-        try:
+        with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise DiskError(f"'{path}' cannot be written ({error.strerror}); give another --out") from None
+        write_json(path, self.to_json(), indent=1)
 
 
 def number(value: float) -> str:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from fednorm.cli.flags import takes_request
-from fednorm.cli.settings import Request
+from fednorm.cli.flags import shared_flags
+from fednorm.cli.settings import Asked
 from fednorm.errors import ConfigError
 
 Expressions = Annotated[
@@ -16,16 +16,16 @@ Expressions = Annotated[
 ]
 
 
-@takes_request()
-def compare(request: Request, expressions: Expressions = None) -> None:
+@shared_flags()
+def compare(asked: Asked, expressions: Expressions = None) -> None:
     """Play methods side by side on the same data and print one table."""
-    methods = list(expressions or request.methods)
+    methods = list(expressions or asked.methods)
     if not methods:
         raise ConfigError("nothing to compare; name methods, such as: fednorm compare fedavg fixbn")
     from fednorm.cli.dry import print_preview
     from fednorm.cli.play import play_comparison
 
-    if request.dry_run:
-        print_preview(request, methods)
+    if asked.dry_run:
+        print_preview(asked, methods)
     else:
-        play_comparison(request, methods)
+        play_comparison(asked, methods)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fednorm.cli.flags import Jobs, Json, Out
 from fednorm.cli.output import print_json, print_scores
-from fednorm.cli.settings import Request
+from fednorm.cli.settings import Asked
 from fednorm.errors import ConfigError
 
 NEXT = """next:
@@ -21,15 +21,13 @@ def demo(
     json: Json = False,
 ) -> None:
     """See on real images what label skew does to BatchNorm and what repairs it; some minutes on two cores."""
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs} is out of range; give 1 or more")
     from fednorm.cli.play import fresh, watch
     from fednorm.running.comparison import usable_jobs
     from fednorm.running.plan import find_device
     from fednorm.views.demo import HEADLINE, METHODS, SEEDS, demo_config, play_demo, what_was_seen
 
     folder = out or fresh("demo")
-    request = Request(
+    asked = Asked(
         config=demo_config(),
         methods=METHODS,
         seeds=SEEDS,
@@ -44,7 +42,7 @@ def demo(
     if not json:
         print(f"{HEADLINE} · {find_device('auto').type}")
     result = watch(
-        request, folder, len(METHODS) * len(SEEDS), lambda tell: play_demo(folder, jobs=request.jobs, on_event=tell)
+        asked, folder, len(METHODS) * len(SEEDS), lambda tell: play_demo(folder, jobs=asked.jobs, on_row=tell)
     )
     seen = what_was_seen(result)
     picture = _draw(result, folder)

@@ -6,22 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 from fednorm.cli.output import print_json, size_text
-from fednorm.cli.settings import Request
+from fednorm.cli.settings import Asked
 from fednorm.running.config import updated
 
 
-def print_preview(request: Request, methods: list[str]) -> None:
-    """Say what a request would do; nothing is written."""
+def print_preview(asked: Asked, methods: list[str]) -> None:
+    """Say what would be done; nothing is written."""
     from fednorm.running.plan import make_plan
     from fednorm.views.preview import preview
 
     # As compare does: several processes share the cores, one thread each.
-    threads = {"engine.threads": 1} if request.jobs > 1 else {}
-    base = updated(replace(request.config, seed=request.seeds[0]), threads)
+    threads = {"engine.threads": 1} if asked.jobs > 1 else {}
+    base = updated(replace(asked.config, seed=asked.seeds[0]), threads)
     found = [preview(make_plan(updated(base, {"method": method}))) for method in methods]
-    seconds = sum(each["estimate"]["seconds"] for each in found) * len(request.seeds) / request.jobs
-    if request.json:
-        whole = {"seeds": list(request.seeds), "estimated_seconds": seconds}
+    seconds = sum(each["estimate"]["seconds"] for each in found) * len(asked.seeds) / asked.jobs
+    if asked.json:
+        whole = {"seeds": list(asked.seeds), "estimated_seconds": seconds}
         print_json({"methods": dict(zip(methods, found, strict=True)), **whole})
         return
     _print_config(found[0]["config"], single=len(methods) == 1)
@@ -39,7 +39,7 @@ def print_preview(request: Request, methods: list[str]) -> None:
             )
         for note in each["notes"]:
             print(f"{method}: {note}")
-    runs = len(methods) * len(request.seeds)
+    runs = len(methods) * len(asked.seeds)
     print(f"estimated time: {duration(seconds)} for {runs} run{'s' if runs > 1 else ''}; nothing was written")
 
 

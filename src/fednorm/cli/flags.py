@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fednorm.cli.settings import Request, names_code, read_seeds, resolve
+from fednorm.cli.settings import Asked, names_code, read_seeds, resolve
 from fednorm.errors import ConfigError
 from fednorm.running import config
+from fednorm.running.field_texts import field_texts
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,16 @@ FLAGS = (
 _WHAT, _SETTINGS, _MACHINE, _OUTPUT = "What to run", "Settings", "Machine", "Output"
 
 
-def option(*names: str, help: str, panel: str, metavar: str = "") -> Any:
-    """An option of a command; without a metavar it is a switch."""
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel)
+def option(*names: str, help: str, panel: str, metavar: str = "", check: Callable[[Any], Any] | None = None) -> Any:
+    """An option of a command; without a metavar it is a switch. `check` refuses values, or returns what they mean."""
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, callback=check)
+
+
+def check_jobs(jobs: int) -> int:
+    """Refuse a number of processes that would do nothing."""
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs} is out of range; give 1 or more")
+    return jobs
 
 
 AllowCode = Annotated[bool, option("--allow-code", help="run code that a file names", panel=_SETTINGS)]
@@ -70,7 +77,9 @@ Assignments = Annotated[
 ]
 DryRun = Annotated[bool, option("--dry-run", help="print config, bytes, clients and time; run nothing", panel=_OUTPUT)]
 File = Annotated[Path | None, option("--config", "-c", metavar="FILE", help="TOML file with fields", panel=_SETTINGS)]
-Jobs = Annotated[int, option("--jobs", metavar="N", help="runs at a time, one process each", panel=_MACHINE)]
+Jobs = Annotated[
+    int, option("--jobs", metavar="N", help="runs at a time, one process each", panel=_MACHINE, check=check_jobs)
+]
 Json = Annotated[bool, option("--json", help="print JSON and nothing else on stdout", panel=_OUTPUT)]
 Out = Annotated[
     Path | None, option("--out", "-o", metavar="DIR", help="folder to make; default: below runs", panel=_OUTPUT)
@@ -97,16 +106,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
 @functools.cache
 def field_help() -> dict[str, str]:
     """The text under each field of the config classes, by dotted name."""
-    tree = ast.parse(Path(config.__file__).read_text())
-    texts: dict[str, dict[str, str]] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            found = texts.setdefault(node.name, {})
-            for item, following in zip(node.body, node.body[1:], strict=False):
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    text = getattr(getattr(following, "value", None), "value", None)
-                    if isinstance(text, str):
-                        found[item.target.id] = text
+    texts = field_texts(config)
     sections = {"data": "DataConfig", "train": "TrainConfig", "eval": "EvalConfig", "engine": "EngineConfig"}
     joined = dict(texts["RunConfig"])
     for section, name in sections.items():
@@ -114,8 +114,8 @@ def field_help() -> dict[str, str]:
     return joined
 
 
-def takes_request(*extra: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command whose first argument is a `Request` the shared flags, and some more."""
+def shared_flags(*extra: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command whose first argument is `Asked` the shared flags, and some more."""
     flags = (*extra, *FLAGS)
 
     def change(command: Callable[..., None]) -> Callable[..., None]:
@@ -125,7 +125,7 @@ def takes_request(*extra: Flag) -> Callable[[Callable[..., None]], Callable[...,
         def outer(**given: Any) -> None:
             texts = {flag.field: given.pop(flag.parameter) for flag in flags}
             shared = {name: given.pop(name) for name in _SHARED}
-            command(make_request({name: text for name, text in texts.items() if text is not None}, **shared), **given)
+            command(read_flags({name: text for name, text in texts.items() if text is not None}, **shared), **given)
 
         parameters = [*own, *(_parameter(flag.parameter, *_of_flag(flag)) for flag in flags)]
         parameters += [_parameter(name, *spec) for name, spec in _SHARED.items()]
@@ -147,7 +147,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def make_request(
+def read_flags(
     flags: dict[str, str],
     *,
     seeds: str | None,
@@ -157,14 +157,12 @@ def make_request(
     allow_code: bool,
     jobs: int,
     **output: Any,
-) -> Request:
-    """The request that a command line makes."""
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs} is out of range; give 1 or more")
+) -> Asked:
+    """What a command line asks for."""
     resolved, recipe = resolve(file=config, assignments=assignments, flags=flags, allow_code=allow_code)
     if allow_noop:
         resolved = replace(resolved, allow_noop=True)
-    return Request(
+    return Asked(
         config=resolved,
         methods=recipe.methods,
         seeds=recipe.seeds if seeds is None and recipe.seeds else read_seeds(seeds, resolved.seed),

@@ -2,59 +2,55 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednorm.cli.output import Stopped, print_json, print_scores
-from fednorm.cli.settings import Request
+from fednorm.cli.settings import Asked
 from fednorm.errors import require
 
 if TYPE_CHECKING:
-    from fednorm.running.observers import OnEvent
+    from fednorm.running.records import OnRow
     from fednorm.running.results import Result
 
 
-def play_run(request: Request) -> None:
-    """Play the one run of a request and print what came out."""
+def play_run(asked: Asked) -> None:
+    """Play the one run that was asked for and print what came out."""
     from fednorm.running.api import run
 
-    out = request.out or fresh(request.config.method)
+    out = asked.out or fresh(asked.config.method)
 
-    def work(tell: OnEvent) -> Result:
-        return run(request.config, out=out, on_round=lambda plan, row: tell(plan.method.name, plan.config.seed, row))
-
-    finish(request, watch(request, out, 1, work))
+    finish(asked, watch(asked, out, 1, lambda tell: run(asked.config, out=out, on_row=tell)))
 
 
-def play_comparison(request: Request, methods: list[str]) -> None:
+def play_comparison(asked: Asked, methods: list[str]) -> None:
     """Play every method with every seed and print the table."""
     from fednorm.running.comparison import compare
 
-    out = request.out or fresh("compare" if len(methods) > 1 else methods[0])
+    out = asked.out or fresh("compare" if len(methods) > 1 else methods[0])
 
-    def work(tell: OnEvent) -> Result:
-        return compare(methods, config=request.config, seeds=request.seeds, out=out, jobs=request.jobs, on_event=tell)
+    def work(tell: OnRow) -> Result:
+        return compare(methods, config=asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
 
-    finish(request, watch(request, out, len(methods) * len(request.seeds), work))
+    finish(asked, watch(asked, out, len(methods) * len(asked.seeds), work))
 
 
-def watch(request: Request, out: Path, runs: int, work: Callable[[OnEvent], Result]) -> Result:
+def watch(asked: Asked, out: Path, runs: int, work: Callable[[OnRow], Result]) -> Result:
     """Do the work with the observers that were asked for; a signal ends it with a word on how to continue."""
-    if request.tensorboard:
+    if asked.tensorboard:
         require("tensorboard", "track", "--tensorboard")
     from fednorm.running.api import Interrupted
     from fednorm.running.observers import watching
 
-    stream = None if request.quiet else sys.stderr if request.json else sys.stdout
-    events = out / "tensorboard" if request.tensorboard else None
+    stream = None if asked.quiet else sys.stderr if asked.json else sys.stdout
+    events = out / "tensorboard" if asked.tensorboard else None
     try:
-        with watching(request.config.rounds, stream=stream, tensorboard=events, runs=runs) as tell:
+        with watching(asked.config.rounds, stream=stream, tensorboard=events, runs=runs) as tell:
             return work(tell)
     except Interrupted as stop:
-        raise Stopped(how_to_go_on(out, request.code_in_file), stop.exit_code) from None
+        raise Stopped(how_to_go_on(out, asked.code_in_file), stop.exit_code) from None
 
 
 def how_to_go_on(out: Path, code: bool) -> str:
@@ -79,9 +75,11 @@ def rounds_done(out: Path) -> int | None:
         store.close()
 
 
-def finish(request: Request, result: Result) -> None:
+def finish(asked: Asked, result: Result) -> None:
     """Print a result, as a table or as JSON."""
-    if request.json:
+    from fednorm.running.records import score_of
+
+    if asked.json:
         print_json({**result.to_json(), "folder": result.folder})
         return
     print_scores(result)
@@ -91,7 +89,9 @@ def finish(request: Request, result: Result) -> None:
         if run["best_validation"]:
             best = run["best_validation"]
             scores = ", ".join(
-                f"{name} {best[name][result.metric]:.1f}" for name in best if name not in ("round", "validation")
+                f"{name} {score_of(best, name, result.metric):.1f}"
+                for name in best
+                if name not in ("round", "validation")
             )
             print(f"{run['method']} seed {run['seed']}: best validation in round {best['round']}: {scores}")
     print(f"folder: {result.folder}")
@@ -101,4 +101,4 @@ def fresh(name: str) -> Path:
     """A new folder below runs/, named after what runs."""
     from fednorm.running.folder import fresh_folder
 
-    return fresh_folder(Path("runs"), re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("_"))
+    return fresh_folder(Path("runs"), name)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fednorm.cli.flags import AllowCode, Jobs, Json, Quiet, TensorBoard
-from fednorm.cli.settings import Request, names_code, refuse_code
+from fednorm.cli.settings import Asked, names_code, refuse_code
+
+if TYPE_CHECKING:
+    from fednorm.running.records import OnRow
+    from fednorm.running.results import Result
 
 
 def resume(
@@ -21,18 +25,14 @@ def resume(
 ) -> None:
     """Continue where a folder stopped; what comes out equals an uninterrupted run to the bit."""
     from fednorm.cli.play import finish, watch
-    from fednorm.errors import ConfigError
     from fednorm.running.api import read_config, resume_folder
     from fednorm.running.comparison import resume_comparison
     from fednorm.running.folder import RunFolder
-    from fednorm.running.results import Result
 
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs} is out of range; give 1 or more")
     place = RunFolder(folder)
     config, comparison = read_config(place)
     refuse_code(config.model, f"'{place.config}'", allow_code)
-    request = Request(
+    asked = Asked(
         config=config,
         methods=(),
         seeds=(),
@@ -45,10 +45,8 @@ def resume(
         code_in_file=names_code(config.model),
     )
 
-    def work(tell) -> Result:  # type: ignore[no-untyped-def]
-        if comparison:
-            return resume_comparison(place, jobs=jobs, on_event=tell)
-        return resume_folder(place, on_round=lambda plan, row: tell(plan.method.name, plan.config.seed, row))
+    def work(tell: OnRow) -> Result:
+        return resume_comparison(place, jobs=jobs, on_row=tell) if comparison else resume_folder(place, on_row=tell)
 
     runs = len(comparison["methods"]) * len(comparison["seeds"]) if comparison else 1
-    finish(request, watch(request, folder, runs, work))
+    finish(asked, watch(asked, folder, runs, work))

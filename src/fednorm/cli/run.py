@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fednorm.cli.flags import METHOD, takes_request
-from fednorm.cli.settings import Request
+from fednorm.cli.flags import METHOD, shared_flags
+from fednorm.cli.settings import Asked
 
 
-@takes_request(METHOD)
-def run(request: Request) -> None:
+@shared_flags(METHOD)
+def run(asked: Asked) -> None:
     """Play one method; with several seeds, once for each.
 
     Under torchrun (`torchrun --nproc_per_node=2 -m fednorm run ...`) the clients are split over its processes.
@@ -15,9 +15,9 @@ def run(request: Request) -> None:
     from fednorm.cli.dry import print_preview
     from fednorm.cli.play import play_comparison, play_run
 
-    if request.dry_run:
-        print_preview(request, [request.config.method])
-    elif len(request.seeds) > 1:
-        play_comparison(request, [request.config.method])
+    if asked.dry_run:
+        print_preview(asked, [asked.config.method])
+    elif len(asked.seeds) > 1:
+        play_comparison(asked, [asked.config.method])
     else:
-        play_run(request.with_seed())
+        play_run(asked.with_seed())

@@ -16,7 +16,7 @@ _LIBRARIES = ("timm", "torchvision")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Asked:
     """What `run` and `compare` were asked to do."""
 
     config: RunConfig
@@ -32,8 +32,8 @@ class Request:
     code_in_file: bool
     """Whether the config names code that only `--allow-code` lets run again."""
 
-    def with_seed(self) -> Request:
-        """The request for its one seed."""
+    def with_seed(self) -> Asked:
+        """The same for its one seed."""
         return replace(self, config=replace(self.config, seed=self.seeds[0]))
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from fednorm.data.registry import DATASETS
 from fednorm.data.sources import BY_HAND, DOWNLOADS, Download
 from fednorm.errors import ConfigError, DiskError, unknown
+from fednorm.files import draft_of
 
 Progress = Callable[[str, int, int | None], None]
 """(path below the data folder, bytes so far, bytes in all where known)"""
@@ -64,7 +65,7 @@ def _fetch_one(download: Download, folder: Path, report: Progress, timeout: floa
     target = folder / download.path
     target.parent.mkdir(parents=True, exist_ok=True)
     if not (target.exists() and md5_of(target) == download.md5):
-        part = target.with_name(target.name + ".part")
+        part = draft_of(target)
         _download(download, part, report, timeout)
         if (found := md5_of(part)) != download.md5:
             part.unlink()

@@ -7,7 +7,6 @@ compare in kind, not to the decimal. They are written in the packed form that `l
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -19,6 +18,7 @@ from fednorm.data.load import load_dataset
 from fednorm.data.readers.idx import DIGITS
 from fednorm.data.readers.images import image_files, read_image
 from fednorm.errors import ConfigError, require
+from fednorm.files import written_whole
 
 if TYPE_CHECKING:
     from PIL import ImageFont
@@ -49,10 +49,8 @@ def write_packed(path: Path, splits: dict[str, tuple[np.ndarray, np.ndarray]]) -
         arrays[f"{split}_off"] = np.cumsum([0, *map(len, pieces)])
         arrays[f"y_{split}"] = codes.astype(np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
+    with written_whole(path) as draft, draft.open("wb") as file:
         np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
-    os.replace(part, path)
 
 
 def blend(digits: np.ndarray, photos: Sequence[np.ndarray], draw: np.random.Generator) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 
 from fednorm.data.federation import Federation
 from fednorm.errors import ConfigError, require
+from fednorm.files import disk_errors
 
 INK, QUIET, GRID = "#1f4e79", "#9db8d2", "#e3e3e3"
 MAX_MARKS = 25
@@ -89,6 +90,7 @@ def _bubbles(
     note = f"largest bubble: {largest:,} examples" + ("; pale: never trains" if federation.unseen else "")
     figure.supxlabel(note, fontsize=8, x=0.99, ha="right", color="#555555")
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=120)
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=120)
     return target

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fednorm.core.method import Method
 from fednorm.core.phases import PhaseId
 from fednorm.core.state import Tree, is_batch_norm
-from fednorm.errors import FednormError
-from fednorm.halves.prepared_phase import PreparedPhase, Schema
+from fednorm.errors import FednormError, first_line
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.schema import Schema
 from fednorm.halves.site import Sites
 
 _ALIGNMENT = 64  # what torch's own allocator gives: some matrix kernels round differently on other addresses
@@ -59,7 +60,7 @@ def _pack(value: Any, what: str) -> bytes:
     try:
         _ByValue(file).dump(value)
     except Exception as error:  # pickle raises several types, and a user's class any
-        raise CannotSend(f"{what} cannot be sent to another process ({_first_line(error)})") from error
+        raise CannotSend(f"{what} cannot be sent to another process ({first_line(error)})") from error
     return file.getvalue()
 
 
@@ -75,10 +76,6 @@ def survives(error: Exception) -> bool:
     except Exception:
         return False
     return type(again) is type(error) and str(again) == str(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def to_message(sites: Sites) -> WorkerMessage:
@@ -121,7 +118,7 @@ def shared(tensor: Tensor) -> Tensor:
         return tensor.share_memory_()
     except RuntimeError as error:  # containers often have little of it
         size = f"{tensor.nbytes / 1e6:.0f} MB"
-        raise CannotSend(f"{size} do not fit into the system's shared memory ({_first_line(error)})") from error
+        raise CannotSend(f"{size} do not fit into the system's shared memory ({first_line(error)})") from error
 
 
 def _refused(value: Any) -> bool:

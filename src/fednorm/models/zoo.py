@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fednorm.errors import ConfigError, require, unknown
+from fednorm.errors import ConfigError, first_line, require, unknown
 from fednorm.models.calling import call_factory
 
 
@@ -65,7 +65,7 @@ def _construct(name: str, constructor: Callable[..., nn.Module], target: str, **
     try:
         return constructor(target, **keywords)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"model '{name}' refuses its sizes or options: {_first_line(error)}") from error
+        raise ConfigError(f"model '{name}' refuses its sizes or options: {first_line(error)}") from error
 
 
 def _import_optional(module: str, name: str) -> ModuleType:
@@ -76,12 +76,8 @@ def _import_optional(module: str, name: str) -> ModuleType:
         # torchvision's compiled operators load only beside the torch build they were made for.
         raise ConfigError(
             f"model '{name}': {module} is installed but does not load beside torch {torch.__version__} "
-            f"({_first_line(error)}); install the builds that belong together"
+            f"({first_line(error)}); install the builds that belong together"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from torch import nn
 
 from fednorm.core.method import Method
@@ -19,18 +17,18 @@ from fednorm.core.state import digest
 from fednorm.data.federation import Examples, Federation, from_clients
 from fednorm.engines.ranks import Alone, join
 from fednorm.errors import CheckpointError, ConfigError, FednormError, unknown
+from fednorm.files import read_json, write_json
 from fednorm.running.config import RunConfig, all_fields, differences, from_dict, to_dict, updated
-from fednorm.running.folder import RunFolder, read_json, write_json
+from fednorm.running.folder import RunFolder
 from fednorm.running.in_step import play_together
 from fednorm.running.plan import Plan, make_plan
+from fednorm.running.records import OnRow, RunId, RunResult
 from fednorm.running.results import Result, summarise
-from fednorm.running.run import Row, Run
+from fednorm.running.run import Run
 from fednorm.running.same_program import allocate_slots
-from fednorm.running.store import Store
+from fednorm.running.store import Store, save_tree
 from fednorm.running.threads import threads_of
 from fednorm.scoring.evaluate import global_model
-
-OnRound = Callable[[Plan, Row], None]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Playable:
     plan: Plan
     store: Store
     folder: RunFolder | None = None
-    on_round: OnRound | None = None
+    on_row: OnRow | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def run(
     method: str | Method | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    on_round: OnRound | None = None,
+    on_row: OnRow | None = None,
     **settings: Any,
 ) -> Result:
     """Play one method and return its result.
@@ -101,26 +99,26 @@ def run(
     config = updated(config or RunConfig(), settings_to_fields(settings))
     names = {"method": method, "model": model}
     config = updated(config, {field: name for field, name in names.items() if isinstance(name, str)})
-    given = Objects(
+    objects = Objects(
         model if isinstance(model, nn.Module) else None, federation, method if isinstance(method, Method) else None
     )
-    if given.method:
-        config = updated(config, {"method": given.method.name})
+    if objects.method:
+        config = updated(config, {"method": objects.method.name})
     if federation is not None:
         config = updated(config, {"data.name": federation.name, "data.clients": len(federation.clients)})
     ranks = join(config.engine.device)
-    plan = make_plan(config, model=given.model, federation=federation, method=given.method)
+    plan = make_plan(config, model=objects.model, federation=federation, method=objects.method)
     if out is None or not ranks.first:
-        return Result((play(Playable(plan, Store(), None, on_round)),))
-    folder = RunFolder(Path(out))
+        return Result((play(Playable(plan, Store(), None, on_row)),))
+    folder, expected = RunFolder(Path(out)), stored_config(plan.config, objects)
     if not (resume and folder.config.exists()):
-        folder.create(describe(plan.config, given))
-    return resume_folder(folder, given=given, expected=describe(plan.config, given), plan=plan, on_round=on_round)
+        folder.create(expected)
+    return resume_folder(folder, objects=objects, expected=expected, plan=plan, on_row=on_row)
 
 
-def describe(config: RunConfig, given: Objects) -> dict[str, Any]:
+def stored_config(config: RunConfig, objects: Objects) -> dict[str, Any]:
     """What config.json holds: the resolved config, and which of its parts were objects given in Python."""
-    return {**to_dict(config), "given": given.names}
+    return {**to_dict(config), "given": objects.names}
 
 
 def read_config(folder: RunFolder) -> tuple[RunConfig, Mapping[str, Any] | None]:
@@ -138,19 +136,19 @@ def read_config(folder: RunFolder) -> tuple[RunConfig, Mapping[str, Any] | None]
 def resume_folder(
     folder: RunFolder,
     *,
-    given: Objects | None = None,
+    objects: Objects | None = None,
     expected: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
-    on_round: OnRound | None = None,
+    on_row: OnRow | None = None,
 ) -> Result:
     """Start or continue the run of a folder; a finished one returns its result."""
     stored = read_json(folder.config)
-    given = given or Objects()
+    objects = objects or Objects()
     if not isinstance(stored, dict) or "given" not in stored:
         raise CheckpointError(f"'{folder.config}' is not the config of a run; give a folder that fednorm made")
     if expected is not None and expected != stored:
         raise ConfigError(f"'{folder.path}' was started with another config: {differences(stored, expected)}")
-    if stored["given"] != given.names:
+    if stored["given"] != objects.names:
         raise ConfigError(
             f"'{folder.path}' was started from Python with its own {', '.join(stored['given'])}; "
             f"continue it with fednorm.run(..., out='{folder.path}', resume=True)"
@@ -158,31 +156,31 @@ def resume_folder(
     config = plan.config if plan else read_config(folder)[0]
     if not join(config.engine.device).first:
         return Result((play(Playable(plan or make_plan(config), Store())),))
-    with opened(folder, plan=plan, on_round=on_round) as playable:
+    with opened(folder, plan=plan, on_row=on_row) as playable:
         return Result((play(playable),), str(folder.path))
 
 
 @contextmanager
-def opened(folder: RunFolder, *, plan: Plan | None = None, on_round: OnRound | None = None) -> Iterator[Playable]:
+def opened(folder: RunFolder, *, plan: Plan | None = None, on_row: OnRow | None = None) -> Iterator[Playable]:
     """Hold the run of a folder, with its plan and its store open."""
     with folder.locked():
         plan = plan or make_plan(read_config(folder)[0])
         store = Store(folder.state)
         try:
-            yield Playable(plan, store, folder, on_round)
+            yield Playable(plan, store, folder, on_row)
         finally:
             store.close()
 
 
-def play(playable: Playable) -> dict[str, Any]:
+def play(playable: Playable) -> RunResult:
     """Play a plan to its end and summarise it; an interruption leaves the last finished round behind.
 
-    Of several ranks the first has the folder and tells `on_round`; all return its summary.
+    Of several ranks the first has the folder and tells `on_row`; all return its summary.
     """
     return play_all([playable])[0]
 
 
-def play_all(playables: Sequence[Playable]) -> list[dict[str, Any]]:
+def play_all(playables: Sequence[Playable]) -> list[RunResult]:
     """Play some plans in step, as `play` does each: those that are the same program share a stack on the device.
 
     An interruption stops all. A run that fails leaves its folder as it would alone; the others are played to their
@@ -210,8 +208,8 @@ def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, in
     told = {run: run.round for run in runs}
     errors: dict[Run, FednormError] = {}
     with ExitStack() as held:
-        files = {
-            run: held.enter_context(playable.folder.rewrite_metrics(playable.store.rows()))
+        writers = {
+            run: held.enter_context(playable.folder.metrics_open(playable.store.rows()))
             for run, playable in runs.items()
             if playable.folder
         }
@@ -220,11 +218,11 @@ def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, in
             if isinstance(news, FednormError):
                 errors[run] = news
                 continue
-            if run in files:
-                files[run].write(json.dumps(news) + "\n")
-            on_round = runs[run].on_round
-            if on_round and ranks.first:
-                on_round(run.plan, news)
+            if run in writers:
+                writers[run](news)
+            on_row = runs[run].on_row
+            if on_row and ranks.first:
+                on_row(RunId(run.plan.method.name, run.plan.config.seed), news)
             told[run] = news["round"]
             signalled = max(ranks.tell_all(stopped))
             going = [each for each in runs if each.round < each.plan.config.rounds and each not in errors]
@@ -235,7 +233,7 @@ def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, in
     return told, errors, 0
 
 
-def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> dict[str, Any]:
+def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> RunResult:
     """The summary of a course that was played to its end, and in its folder all that it leaves."""
     plan = run.plan
     summary = ranks.tell_first(lambda: _summary(plan, run))
@@ -245,7 +243,7 @@ def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> dict[str, Any]:
     return summary
 
 
-def _summary(plan: Plan, run: Run) -> dict[str, Any]:
+def _summary(plan: Plan, run: Run) -> RunResult:
     return summarise(
         list(run.store.rows()),
         method=plan.method.name,
@@ -261,10 +259,8 @@ def save_model(plan: Plan, run: Run, path: Path) -> None:
     """Write the global model as plain safetensors; entries that stayed local are their clients' mean."""
     phase = plan.method.tested(-1)
     state = global_model(plan, phase, run.server, run.store)
-    draft = path.with_name(path.name + ".part")
     tensors = {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}
-    safetensors.torch.save_file(tensors, draft, metadata={"method": plan.method.name, "model": plan.config.model})
-    draft.replace(path)
+    save_tree(path, tensors, {"method": plan.method.name, "model": plan.config.model})
 
 
 class Interrupted(Exception):

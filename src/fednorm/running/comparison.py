@@ -8,9 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue as queues
-import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -20,25 +19,22 @@ from typing import Any
 
 from fednorm.engines.machine import refuse_ranks
 from fednorm.errors import CheckpointError, ConfigError, FednormError
+from fednorm.files import read_json, write_json
 from fednorm.methods import parse
-from fednorm.running.api import Interrupted, Objects, describe, opened, orderly_stop, play_all
+from fednorm.running.api import Interrupted, Objects, opened, orderly_stop, play_all, stored_config
 from fednorm.running.config import RunConfig, from_dict, to_dict, updated
-from fednorm.running.folder import RunFolder, read_json, write_json
+from fednorm.running.folder import RunFolder
 from fednorm.running.plan import make_plan
+from fednorm.running.records import OnRow, RoundRow, RunId, RunResult, read_result
 from fednorm.running.results import Result
-from fednorm.running.run import Row
 from fednorm.running.same_program import shares_stack
-
-OnEvent = Callable[[str, int, Row], None]
-"""(method, seed, row) after every round of every run."""
 
 
 @dataclass(frozen=True)
 class Cell:
     """One run of a comparison."""
 
-    method: str
-    seed: int
+    id: RunId
     folder: RunFolder
     config: RunConfig
 
@@ -50,7 +46,7 @@ def compare(
     seeds: Sequence[int] = (0,),
     out: str | Path,
     jobs: int = 1,
-    on_event: OnEvent | None = None,
+    on_row: OnRow | None = None,
 ) -> Result:
     """Run every method with every seed on the same data and model, and return all results.
 
@@ -65,13 +61,13 @@ def compare(
     wanted = {"compare": {"methods": names, "seeds": _distinct(seeds, "seed")}, **to_dict(config)}
     cells = _cells(wanted, folder)
     for cell in cells:  # everything that can be refused is refused before anything is written
-        if cell.seed == seeds[0]:
+        if cell.id.seed == seeds[0]:
             make_plan(cell.config)
     folder.create(wanted)
-    return resume_comparison(folder, jobs=jobs, on_event=on_event)
+    return resume_comparison(folder, jobs=jobs, on_row=on_row)
 
 
-def resume_comparison(folder: RunFolder, *, jobs: int = 1, on_event: OnEvent | None = None) -> Result:
+def resume_comparison(folder: RunFolder, *, jobs: int = 1, on_row: OnRow | None = None) -> Result:
     """Play what is left of a comparison and write its joint result."""
     refuse_ranks("a comparison")
     stored = read_json(folder.config)
@@ -79,16 +75,21 @@ def resume_comparison(folder: RunFolder, *, jobs: int = 1, on_event: OnEvent | N
         cells = _cells(stored, folder)
         for cell in cells:
             if not cell.folder.config.exists():
-                cell.folder.create(describe(cell.config, Objects()))
+                cell.folder.create(stored_config(cell.config, Objects()))
         pending = [cell for cell in cells if not cell.folder.result.exists()]
         if jobs > 1 and len(pending) > 1:
-            _play_in_processes(pending, jobs, on_event)
+            _play_in_processes(pending, jobs, on_row)
         else:
             for cells_together in _packs(pending):
-                _play(cells_together, on_event)
-        result = Result(tuple(read_json(cell.folder.result)["runs"][0] for cell in cells), str(folder.path))
+                _play(cells_together, on_row)
+        result = Result(tuple(_result_of(cell) for cell in cells), str(folder.path))
         write_json(folder.result, result.to_json())
     return result
+
+
+def _result_of(cell: Cell) -> RunResult:
+    path = cell.folder.result
+    return read_result(read_json(path), f"'{path}'")["runs"][0]
 
 
 def _distinct(values: Sequence[Any], what: str) -> list[Any]:
@@ -106,16 +107,8 @@ def _cells(stored: Mapping[str, Any], folder: RunFolder) -> list[Cell]:
     except (KeyError, TypeError):
         raise CheckpointError(f"'{folder.config}' is not the config of a comparison") from None
     base = from_dict({key: value for key, value in stored.items() if key != "compare"})
-    return [
-        Cell(
-            method,
-            seed,
-            RunFolder(folder.path / f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', method).strip('_')}-seed{seed}"),
-            updated(base, {"method": method, "seed": seed}),
-        )
-        for seed in seeds
-        for method in methods
-    ]
+    ids = [RunId(method, seed) for seed in seeds for method in methods]
+    return [Cell(id, RunFolder(folder.path / id.file_name), updated(base, id._asdict())) for id in ids]
 
 
 def _packs(pending: Sequence[Cell]) -> list[list[Cell]]:
@@ -131,38 +124,29 @@ def _packs(pending: Sequence[Cell]) -> list[list[Cell]]:
     return packs
 
 
-def _play(cells: Sequence[Cell], on_event: OnEvent | None) -> None:
-    def tell(cell: Cell, row: Row) -> None:
-        if on_event:
-            on_event(cell.method, cell.seed, row)
-
+def _play(cells: Sequence[Cell], on_row: OnRow | None) -> None:
     with ExitStack() as held:
-        play_all(
-            [
-                held.enter_context(opened(cell.folder, on_round=lambda plan, row, cell=cell: tell(cell, row)))
-                for cell in cells
-            ]
-        )
+        play_all([held.enter_context(opened(cell.folder, on_row=on_row)) for cell in cells])
 
 
 def _work(cell: Cell, told: Any) -> None:
     """A worker process: play one run, tell its rows, and tell how it ended."""
 
-    def tell(method: str, seed: int, row: Row) -> None:
+    def tell(run: RunId, row: RoundRow) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
             raise Interrupted(signal.SIGTERM)  # killed: nobody would read on, and whoever resumes wants the folder
-        told.put((method, seed, row))
+        told.put((run, row))
 
     try:
         _play([cell], tell)
     except FednormError as error:
-        told.put((cell.method, cell.seed, error))
+        told.put((cell.id, error))
     except Interrupted:
         pass
 
 
-def _play_in_processes(pending: Sequence[Cell], jobs: int, on_event: OnEvent | None) -> None:
+def _play_in_processes(pending: Sequence[Cell], jobs: int, on_row: OnRow | None) -> None:
     # Fresh interpreters: a fork of a process that has used torch's threads may hang.
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # whose start would undo the block of signals below
@@ -182,11 +166,11 @@ def _play_in_processes(pending: Sequence[Cell], jobs: int, on_event: OnEvent | N
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 working[process] = cell
             try:
-                method, seed, news = told.get(timeout=0.2)
+                run, news = told.get(timeout=0.2)
                 if isinstance(news, FednormError):
                     failure = failure or news
-                elif on_event:
-                    on_event(method, seed, news)
+                elif on_row:
+                    on_row(run, news)
             except queues.Empty:
                 pass
             if stopped() or failure:
@@ -199,7 +183,7 @@ def _play_in_processes(pending: Sequence[Cell], jobs: int, on_event: OnEvent | N
                 process.join()
                 if process.exitcode and not stopped() and failure is None:
                     failure = FednormError(
-                        f"the process of {cell.method}, seed {cell.seed}, ended with {process.exitcode}"
+                        f"the process of {cell.id.method}, seed {cell.id.seed}, ended with {process.exitcode}"
                     )
         if stopped():
             raise Interrupted(stopped())

@@ -7,54 +7,20 @@ model.safetensors the final global model       state.sqlite  what `fednorm resum
 
 from __future__ import annotations
 
-import errno
 import fcntl
+import io
 import json
 import os
-import platform
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from importlib import metadata
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from fednorm.errors import CheckpointError, ConfigError, DiskError, LockedError
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    draft = path.with_name(path.name + ".part")
-    with disk_errors(path):
-        draft.write_text(json.dumps(value, indent=2) + "\n")
-        os.replace(draft, path)
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file that belongs to a run."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"'{path.parent}' is not the folder of a run: it has no {path.name}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"'{path}' is damaged ({error}); start the run anew") from None
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full or refusing disk into one line and exit code 5."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-            raise DiskError(f"'{path}' cannot be written: {error.strerror}; free some space and resume") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG):
-            raise ConfigError(
-                f"'{path}' cannot be written: {error.strerror}; choose another folder with --out"
-            ) from None
-        raise
+from fednorm.errors import ConfigError, LockedError
+from fednorm.files import disk_errors, safe_name, write_json, written_whole
+from fednorm.running.environment import environment
+from fednorm.running.records import RoundRow
 
 
 class RunFolder:
@@ -97,7 +63,9 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder; a lock dies with its process, so nothing stale is left behind."""
-        with disk_errors(self.path), (self.path / ".lock").open("a+") as file:
+        with disk_errors(self.path):
+            file = (self.path / ".lock").open("a+")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -106,70 +74,42 @@ class RunFolder:
                 raise LockedError(
                     f"'{self.path}' is in use by process {owner}; wait for it or choose another folder"
                 ) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            with disk_errors(self.path):
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
             yield
 
-    def rewrite_metrics(self, rows: Iterable[Mapping[str, Any]]) -> TextIO:
-        """Bring metrics.jsonl to exactly the committed rows and return it open for more."""
-        draft = self.metrics.with_name("metrics.jsonl.part")
+    @contextmanager
+    def metrics_open(self, rows: Iterable[RoundRow]) -> Iterator[Callable[[RoundRow], None]]:
+        """Bring metrics.jsonl to exactly the committed rows; yields what adds one more."""
+        with written_whole(self.metrics) as draft, draft.open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
         with disk_errors(self.metrics):
-            with draft.open("w") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-            os.replace(draft, self.metrics)
-            return self.metrics.open("a", buffering=1)
+            # Without a buffer: a line that did not fit would be tried again, and fail again, when the file is closed.
+            file = self.metrics.open("ab", buffering=0)
+
+        def add(row: RoundRow) -> None:
+            with disk_errors(self.metrics):
+                _write_all(file, json.dumps(row).encode() + b"\n")
+
+        with file:
+            yield add
 
 
-def environment() -> dict[str, Any]:
-    """Versions, hardware and commit, so that a number can be traced to what made it."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "fednorm": metadata.version("fednorm") if _installed("fednorm") else "source",
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-        "command": " ".join(sys.argv),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _commit() -> str | None:
-    """The commit of the source tree, where fednorm runs from one."""
-    here = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(  # noqa: S603
-            ["git", "-C", str(here), "rev-parse", "--short", "HEAD"],  # noqa: S607
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+def _write_all(file: io.RawIOBase, line: bytes) -> None:
+    """Write a line that the system may take in pieces: of a disk that is almost full, the last bytes only."""
+    left = memoryview(line)
+    while left:
+        left = left[file.write(left) :]
 
 
 def fresh_folder(root: Path, name: str) -> Path:
     """A folder name that is not taken: runs/NAME-DATE, with a number if needed."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = root / f"{name}-{stamp}"
+    stamped = f"{safe_name(name)}-{datetime.now():%Y%m%d-%H%M%S}"
+    path = root / stamped
     number = 1
     while path.exists():
         number += 1
-        path = root / f"{name}-{stamp}-{number}"
+        path = root / f"{stamped}-{number}"
     return path

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from fednorm.running.api import Interrupted
-from fednorm.running.comparison import OnEvent
-from fednorm.running.run import Row
+from fednorm.running.records import OnRow, RoundRow, RunId, score_of
 
 
 @contextmanager
-def watching(
-    rounds: int, *, stream: TextIO | None, tensorboard: Path | None = None, runs: int = 1
-) -> Iterator[OnEvent]:
+def watching(rounds: int, *, stream: TextIO | None, tensorboard: Path | None = None, runs: int = 1) -> Iterator[OnRow]:
     """One observer for all that was asked for; `stream` None is silent, a terminal gets bars and a file plain lines."""
     with ExitStack() as stack:
-        observers: list[OnEvent] = []
+        observers: list[OnRow] = []
         if stream is not None:
             made = Bars(rounds, runs, stream) if stream.isatty() else PlainLines(rounds, runs, stream)
             observers.append(guarded(stack.enter_context(made)))
         if tensorboard is not None:
             observers.append(guarded(stack.enter_context(TensorBoard(tensorboard))))
 
-        def tell_all(method: str, seed: int, row: Row) -> None:
+        def tell_all(run: RunId, row: RoundRow) -> None:
             for observer in observers:
-                observer(method, seed, row)
+                observer(run, row)
 
         yield tell_all
 
 
-def guarded(observer: OnEvent) -> OnEvent:
+def guarded(observer: OnRow) -> OnRow:
     """An observer whose first failure is its last: it warns once and is not asked again."""
     broken = False
 
-    def tell(method: str, seed: int, row: Row) -> None:
+    def tell(run: RunId, row: RoundRow) -> None:
         nonlocal broken
         if broken:
             return
         try:
-            observer(method, seed, row)
+            observer(run, row)
         except Interrupted:
             raise
         except Exception as error:
@@ -60,25 +56,26 @@ class Pace:
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
-        self._seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self._seconds: dict[RunId, list[float]] = defaultdict(list)
 
-    def tell(self, method: str, seed: int, row: Row) -> str:
+    def tell(self, run: RunId, row: RoundRow) -> str:
         """Text such as `4.2 rounds/s, 0:00:09 left`."""
-        seconds = self._seconds[method, seed]
-        seconds.append(row["seconds"])
+        seconds = self._seconds[run]
+        seconds.append(row.get("seconds", 0.0))
         rate = len(seconds) / max(sum(seconds), 1e-9)
         left = round((self.rounds - row["round"]) / rate)
         return f"{rate:.1f} rounds/s, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
-    def seconds(self, method: str, seed: int) -> float:
+    def seconds(self, run: RunId) -> float:
         """Seconds of the rounds seen of a run."""
-        return sum(self._seconds[method, seed])
+        return sum(self._seconds[run])
 
 
-def headline(row: Row) -> str | None:
+def headline(row: RoundRow) -> str | None:
     """The global model's score of a round, if it was scored: `accuracy 71.2`."""
-    pooled = row.get("eval", {}).get("pooled", {})
-    return next((f"{name} {pooled[name]:.1f}" for name in ("accuracy", "miou") if name in pooled), None)
+    scores = row.get("eval", {})
+    names = (name for name in ("accuracy", "miou") if name in scores.get("pooled", {}))
+    return next((f"{name} {score_of(scores, 'pooled', name):.1f}" for name in names), None)
 
 
 class PlainLines:
@@ -96,14 +93,14 @@ class PlainLines:
     def __exit__(self, *problem: object) -> None:
         return None
 
-    def __call__(self, method: str, seed: int, row: Row) -> None:
-        pace, score = self.pace.tell(method, seed, row), headline(row)
+    def __call__(self, run: RunId, row: RoundRow) -> None:
+        pace, score = self.pace.tell(run, row), headline(row)
         if self.runs == 1 and score:
-            self._print(f"{method} seed {seed}  round {row['round']}/{self.pace.rounds}  {score}  {pace}")
+            self._print(f"{run}  round {row['round']}/{self.pace.rounds}  {score}  {pace}")
         elif self.runs > 1 and row["round"] == self.pace.rounds:
             self.finished += 1
-            took = self.pace.seconds(method, seed)
-            self._print(f"[{self.finished}/{self.runs}] {method} seed {seed}  {score}  {took:.0f} s")
+            took = self.pace.seconds(run)
+            self._print(f"[{self.finished}/{self.runs}] {run}  {score}  {took:.0f} s")
 
     def _print(self, line: str) -> None:
         print(line, file=self.stream, flush=True)
@@ -118,8 +115,8 @@ class Bars:
 
         self.pace = Pace(rounds)
         self.runs = runs
-        self.scores: dict[tuple[str, int], str] = {}
-        self.tasks: dict[tuple[str, int], Any] = {}
+        self.scores: dict[RunId, str] = {}
+        self.tasks: dict[RunId, Any] = {}
         self.finished = 0
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -137,12 +134,10 @@ class Bars:
     def __exit__(self, *problem: object) -> None:
         self.progress.stop()
 
-    def __call__(self, method: str, seed: int, row: Row) -> None:
-        run = (method, seed)
-        name = f"{method} seed {seed}"
+    def __call__(self, run: RunId, row: RoundRow) -> None:
         if run not in self.tasks:
-            self.tasks[run] = self.progress.add_task(name, total=self.pace.rounds, note="")
-        pace = self.pace.tell(method, seed, row)
+            self.tasks[run] = self.progress.add_task(str(run), total=self.pace.rounds, note="")
+        pace = self.pace.tell(run, row)
         self.scores[run] = headline(row) or self.scores.get(run, "")
         note = "  ".join(filter(None, (self.scores[run], pace)))
         self.progress.update(self.tasks[run], completed=row["round"], note=note)
@@ -150,8 +145,8 @@ class Bars:
             self.progress.remove_task(self.tasks[run])
             self.finished += 1
             place = f"[{self.finished}/{self.runs}] " if self.runs > 1 else ""
-            took = self.pace.seconds(method, seed)
-            self.progress.console.print(f"{place}{name}  {self.scores[run]}  {took:.0f} s", markup=False)
+            took = self.pace.seconds(run)
+            self.progress.console.print(f"{place}{run}  {self.scores[run]}  {took:.0f} s", markup=False)
 
 
 class TensorBoard:
@@ -159,7 +154,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.writers: dict[tuple[str, int], Any] = {}
+        self.writers: dict[RunId, Any] = {}
 
     def __enter__(self) -> TensorBoard:
         return self
@@ -168,17 +163,16 @@ class TensorBoard:
         for writer in self.writers.values():
             writer.close()
 
-    def __call__(self, method: str, seed: int, row: Row) -> None:
-        if (method, seed) not in self.writers:
+    def __call__(self, run: RunId, row: RoundRow) -> None:
+        if run not in self.writers:
             from torch.utils.tensorboard import SummaryWriter
 
-            name = re.sub(r"[^A-Za-z0-9.=-]+", "_", f"{method}-seed{seed}")
             # A resumed run writes the rounds after its last checkpoint again; the events of the first try give way.
-            self.writers[method, seed] = SummaryWriter(str(self.folder / name), purge_step=row["round"])
-        writer = self.writers[method, seed]
+            self.writers[run] = SummaryWriter(str(self.folder / run.file_name), purge_step=row["round"])
+        writer = self.writers[run]
         for name in ("train_loss", "lr", "bytes_up", "bytes_down"):
             writer.add_scalar(f"round/{name}", row[name], row["round"])
         for protocol, scores in row.get("eval", {}).items():
-            for name, value in scores.items():
+            for name, value in cast("dict[str, Any]", scores).items():
                 if isinstance(value, int | float):
                     writer.add_scalar(f"{protocol}/{name}", value, row["round"])

@@ -7,6 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fednorm.running.records import (
+    RESULT_VERSION,
+    Curves,
+    ResultFile,
+    RoundRow,
+    RunResult,
+    Scores,
+    TableLine,
+    score_of,
+)
+
 PROTOCOLS = ("pooled", "own_client", "domains", "unseen")
 
 
@@ -35,7 +46,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def summarise(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[RoundRow],
     *,
     method: str,
     seed: int,
@@ -43,24 +54,24 @@ def summarise(
     metric: str,
     digest: str,
     notes: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> RunResult:
     """One run as result.json holds it: final, best-validation and peak scores, curves, bytes and seconds."""
-    scored = [row for row in rows if "eval" in row]
-    final = scored[-1]["eval"] if scored else {}
+    scored = [(row["round"], row["eval"]) for row in rows if "eval" in row]
+    final: Scores = scored[-1][1] if scored else {}
     protocols = [name for name in (*PROTOCOLS, "validation") if name in final]
-    curves = {"round": [row["round"] for row in scored]} | {
-        name: [row["eval"][name][metric] for row in scored] for name in protocols
-    }
-    best = None
-    if "validation" in curves:
-        place = max(range(len(scored)), key=lambda i: (curves["validation"][i], -i))
-        best = {"round": curves["round"][place]} | {name: scored[place]["eval"][name] for name in protocols}
-    peak = {
-        name: {"round": curves["round"][place], metric: curves[name][place]}
-        for name in protocols
+    by_round = {name: [score_of(scores, name, metric) for _, scores in scored] for name in protocols}
+    # The first of several rounds that are equally good.
+    best = {name: max(range(len(scored)), key=lambda i: (values[i], -i)) for name, values in by_round.items()}
+    best_validation: Any = None
+    if "validation" in best:
+        number, scores = scored[best["validation"]]
+        best_validation = {"round": number, **scores}
+    peak: Any = {
+        name: {"round": scored[place][0], metric: by_round[name][place]}
+        for name, place in best.items()
         if name != "validation"
-        for place in [max(range(len(scored)), key=lambda i: (curves[name][i], -i))]
     }
+    curves: Any = {"round": [number for number, _ in scored], **by_round}
     return {
         "method": method,
         "seed": seed,
@@ -68,7 +79,7 @@ def summarise(
         "rounds_done": len(rows),
         "metric": metric,
         "final": final,
-        "best_validation": best,
+        "best_validation": best_validation,
         "peak": peak,
         "curves": curves,
         "bytes": {
@@ -77,7 +88,7 @@ def summarise(
             "per_round": rows[-1]["bytes_up"] + rows[-1]["bytes_down"] if rows else 0,
         },
         "refused": sum(len(row.get("refused", {})) for row in rows),
-        "seconds": round(math.fsum(row["seconds"] for row in rows), 3),
+        "seconds": round(math.fsum(row.get("seconds", 0.0) for row in rows), 3),
         "notes": list(notes),
         "digest": digest,
     }
@@ -87,7 +98,7 @@ def summarise(
 class Result:
     """The outcome of one or more runs."""
 
-    runs: tuple[dict[str, Any], ...]
+    runs: tuple[RunResult, ...]
     folder: str | None = None
 
     @property
@@ -99,37 +110,37 @@ class Result:
         return self.runs[0]["metric"]
 
     @property
-    def curves(self) -> dict[str, Any]:
+    def curves(self) -> Curves:
         """The curves of the only run; with several runs look into `runs`."""
         return self.runs[0]["curves"]
 
-    def of(self, method: str) -> list[dict[str, Any]]:
+    def of(self, method: str) -> list[RunResult]:
         """The runs of one method, one per seed."""
         return [run for run in self.runs if run["method"] == method]
 
     def final(self, method: str | None = None, protocol: str = "pooled") -> Spread:
         """Final score of a method, over its seeds."""
         runs = self.of(method or self.methods[0])
-        return spread(run["final"][protocol][self.metric] for run in runs if protocol in run["final"])
+        return spread(score_of(run["final"], protocol, self.metric) for run in runs if protocol in run["final"])
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[TableLine]:
         """One line a method: mean and spread by protocol, bytes a round, seconds."""
         lines = []
         for method in self.methods:
             runs = self.of(method)
-            line: dict[str, Any] = {"method": method, "seeds": [run["seed"] for run in runs]}
+            line: Any = {"method": method, "seeds": [run["seed"] for run in runs]}
             for protocol in PROTOCOLS:
                 if all(protocol in run["final"] for run in runs):
                     found = self.final(method, protocol)
                     line[protocol] = {"mean": found.mean, "std": found.std, "n": found.count}
-            line["how"] = runs[0]["final"]["pooled"]["how"]
+            line["how"] = runs[0]["final"].get("pooled", {}).get("how", "")
             line["bytes_per_round"] = runs[0]["bytes"]["per_round"]
             line["seconds"] = round(math.fsum(run["seconds"] for run in runs), 3)
             lines.append(line)
         return lines
 
-    def to_json(self) -> dict[str, Any]:
-        return {"version": 1, "runs": list(self.runs), "table": self.table()}
+    def to_json(self) -> ResultFile:
+        return {"version": RESULT_VERSION, "runs": list(self.runs), "table": self.table()}
 
     def __str__(self) -> str:
         lines = self.table()

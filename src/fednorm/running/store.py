@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +24,7 @@ from safetensors import SafetensorError
 
 from fednorm.core.state import Tree, tree_bytes
 from fednorm.errors import CheckpointError, DiskError
+from fednorm.files import written_whole
 from fednorm.halves.mine import ClientState
 from fednorm.halves.state_bytes import (
     RecordLayout,
@@ -34,6 +37,7 @@ from fednorm.halves.state_bytes import (
     stack_from_records,
     to_record,
 )
+from fednorm.running.records import RoundRow, read_row
 
 VERSION = 2
 # Clients are appended in the order they are first seen, which fills pages to the end; a tree sorted by their random ids
@@ -204,7 +208,9 @@ class Store:
 
     # -- rounds --
 
-    def commit(self, round: int, trees: dict[str, Tree], facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    def commit(
+        self, round: int, trees: dict[str, Tree], facts: dict[str, Any], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Make a round lasting: server trees, facts, changed clients and the rounds' rows, or none of them."""
         layouts = {client: layout_of(state.tree) for client, state in self._changed.items()}
         records = [(c, layouts[c], to_record(s.steps, s.tree, layouts[c])) for c, s in sorted(self._changed.items())]
@@ -278,12 +284,12 @@ class Store:
         _check(row[0], row[1], name)
         return safetensors.torch.load(row[0])
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[RoundRow]:
         """The rows of all committed rounds, in order."""
         with _readable(self._name):
             for number, text, digest in self._db.execute("SELECT round, row, digest FROM rounds ORDER BY round"):
                 _check(text, digest, f"round {number}")
-                yield json.loads(text)
+                yield read_row(json.loads(text), f"round {number} in {self._name}")
 
 
 def _parts(clients: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -342,6 +348,18 @@ def load_tree(path: Path) -> Tree:
         raise CheckpointError(f"'{path}' does not exist; give a .safetensors file") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"'{path}' is not a safetensors file ({error}); pickle files are never read") from None
+
+
+def save_tree(path: Path, tree: Tree, metadata: Mapping[str, str]) -> None:
+    """Write tensors as a safetensors file, whole or not at all."""
+    with written_whole(path) as draft:
+        try:
+            safetensors.torch.save_file(tree, draft, metadata=dict(metadata))
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))  # the system's own number is all it keeps of a full disk
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def to_device(tree: Tree, device: torch.device) -> Tree:

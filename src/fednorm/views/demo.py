@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fednorm.running.comparison import OnEvent, compare
+from fednorm.running.comparison import compare
 from fednorm.running.config import RunConfig, updated
+from fednorm.running.records import OnRow
 from fednorm.running.results import Result, cell_text
 
 METHODS = ("centralized", "standalone", "fedavg", "fedavg+gn", "fixbn", "fedbn")
@@ -30,9 +31,9 @@ def demo_config() -> RunConfig:
     )
 
 
-def play_demo(out: str | Path, *, jobs: int = 2, on_event: OnEvent | None = None) -> Result:
+def play_demo(out: str | Path, *, jobs: int = 2, on_row: OnRow | None = None) -> Result:
     """Run the demo's comparison into a folder."""
-    return compare(METHODS, config=demo_config(), seeds=SEEDS, out=out, jobs=jobs, on_event=on_event)
+    return compare(METHODS, config=demo_config(), seeds=SEEDS, out=out, jobs=jobs, on_row=on_row)
 
 
 def what_was_seen(result: Result) -> str:
@@ -41,13 +42,14 @@ def what_was_seen(result: Result) -> str:
     Methods that keep state on the clients are left out: their pooled cell is not the score of one model they made.
     """
     lines = result.table()
-    federated = [line for line in lines if line["bytes_per_round"] and line["how"] == "global model"]
-    worst, *_, best = sorted(federated, key=lambda line: line["pooled"]["mean"])
-    central = next(line["pooled"] for line in lines if line["method"] == "centralized")
-    above = {line["method"]: central["mean"] - line["pooled"]["mean"] for line in (best, worst)}
+    pooled = {line["method"]: line["pooled"] for line in lines if "pooled" in line}
+    federated = [line["method"] for line in lines if line["bytes_per_round"] and line["how"] == "global model"]
+    worst, *_, best = sorted(federated, key=lambda method: pooled[method]["mean"])
+    central = pooled["centralized"]
+    above = {method: central["mean"] - pooled[method]["mean"] for method in (best, worst)}
     gaps = [f"{abs(gap):.1f} points {'above' if gap >= 0 else 'below'} {method}" for method, gap in above.items()]
     return (
-        f"On the pooled test, among federated methods with one global model, {best['method']} came out best "
-        f"({cell_text(best['pooled'])}) and {worst['method']} worst ({cell_text(worst['pooled'])}); centralized "
+        f"On the pooled test, among federated methods with one global model, {best} came out best "
+        f"({cell_text(pooled[best])}) and {worst} worst ({cell_text(pooled[worst])}); centralized "
         f"training reached {cell_text(central)}, {' and '.join(gaps)}."
     )

@@ -13,8 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fednorm import __version__
-
 EXTRAS = {
     "report": ("matplotlib", "plotly", "scipy", "duckdb"),
     "data": ("pillow",),
@@ -31,14 +29,14 @@ def examine() -> dict[str, Any]:
     """All that `fednorm doctor` tells, as plain values."""
     import torch
 
+    from fednorm.running.environment import gpu_name, versions
+
     return {
-        "fednorm": __version__,
-        "python": platform.python_version(),
+        **versions(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
-        "torch": torch.__version__,
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": gpu_name(),
         "mps": torch.backends.mps.is_available(),
         "bf16": torch.cuda.is_bf16_supported() if torch.cuda.is_available() else False,
         "torchvision": torchvision_state(),

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-import safetensors.torch
-
 from fednorm import __version__
 from fednorm.core.state import Tree, is_norm, model_state
 from fednorm.errors import CheckpointError, ConfigError
+from fednorm.files import disk_errors
 from fednorm.pieces.fold import fold_with_report
 from fednorm.running.api import Objects, read_config
-from fednorm.running.folder import RunFolder, disk_errors
+from fednorm.running.folder import RunFolder
 from fednorm.running.plan import Plan, make_plan
-from fednorm.running.store import Store
+from fednorm.running.store import Store, save_tree
 from fednorm.scoring.averages import averaged_local
 from fednorm.scoring.evaluate import client_model, global_model
 
@@ -25,12 +24,12 @@ def export(
     *,
     client: int | None = None,
     fold: bool = False,
-    given: Objects | None = None,
+    objects: Objects | None = None,
 ) -> Path:
     """Write a run's model as safetensors and return where: all entries of the model's state dict, nothing else.
 
     Without a client it is the global model; entries that stayed local are then their clients' mean. `fold` writes the
-    same function with fewer layers, for inference (see `folded`). `given` holds the model and data of a run that was
+    same function with fewer layers, for inference (see `folded`). `objects` holds the model and data of a run that was
     started from Python with its own.
     """
     place = RunFolder(Path(folder))
@@ -39,8 +38,8 @@ def export(
         raise ConfigError(f"'{folder}' is a comparison; export one of the runs in it")
     if not place.state.exists():
         raise CheckpointError(f"'{folder}' has no state yet; start it with `fednorm resume {folder}`")
-    given = given or Objects()
-    plan = make_plan(config, model=given.model, federation=given.federation, method=given.method)
+    objects = objects or Objects()
+    plan = make_plan(config, model=objects.model, federation=objects.federation, method=objects.method)
     store = Store(place.state)
     try:
         state = model_of(plan, store, client)
@@ -62,11 +61,9 @@ def export(
         "fednorm": __version__,
         **about_fold,
     }
-    draft = target.with_name(target.name + ".part")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file(state, draft, metadata=metadata)
-        draft.replace(target)
+    save_tree(target, state, metadata)
     return target
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fednorm.errors import require
+from fednorm.files import disk_errors
+from fednorm.running.records import RunResult
 from fednorm.running.results import PROTOCOLS, Result
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
@@ -56,10 +57,11 @@ def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[s
     if title:
         figure.suptitle(title, fontsize=12)
     path = Path(path)
-    figure.savefig(path)
+    with disk_errors(path):
+        figure.savefig(path)
     return path
 
 
-def _is_joined(run: dict[str, Any], protocol: str) -> bool:
+def _is_joined(run: RunResult, protocol: str) -> bool:
     """Whether a pooled score joins what clients keep for themselves: their averaged state, or all their models."""
-    return protocol == "pooled" and run["final"]["pooled"]["how"] != GLOBAL
+    return protocol == "pooled" and run["final"].get("pooled", {}).get("how") != GLOBAL

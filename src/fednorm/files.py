@@ -1,0 +1,78 @@
+"""How files are written: whole or not at all, under names that every system takes, with one error for a full disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fednorm.errors import CheckpointError, ConfigError, DiskError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_NO_PLACE = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
+
+
+def safe_name(text: str) -> str:
+    """A method's expression, or any other text, as a file name.
+
+    >>> safe_name("fedprox(mu=0.01)+gn")
+    'fedprox_mu=0.01_gn'
+    """
+    return re.sub(r"[^A-Za-z0-9.=-]+", "_", text).strip("_")
+
+
+def draft_of(path: Path) -> Path:
+    """Where a file is written before it takes its place."""
+    return path.with_name(path.name + ".part")
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full or refusing disk into one line and exit code 5, and a place that cannot be into exit code 2.
+
+    Only the writing belongs inside: whatever else fails there would be blamed on this file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskError(f"'{path}' cannot be written: {error.strerror}; free some space and resume") from error
+        if error.errno in _NO_PLACE:
+            raise ConfigError(f"'{path}' cannot be written: {error.strerror}; choose another place") from None
+        raise
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Write a file whole or not at all: yields its draft, which takes its place once it is on the disk."""
+    draft = draft_of(path)
+    with disk_errors(path):
+        try:
+            yield draft
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())  # a name that arrives before its bytes is an empty file after a power cut
+            os.replace(draft, path)
+        except BaseException:
+            draft.unlink(missing_ok=True)  # on a full disk its bytes are needed
+            raise
+
+
+def write_json(path: Path, value: Any, indent: int = 2) -> None:
+    """Write a JSON file whole or not at all."""
+    with written_whole(path) as draft:
+        draft.write_text(json.dumps(value, indent=indent) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that belongs to a run."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"'{path.parent}' is not the folder of a run: it has no {path.name}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"'{path}' is damaged ({error}); start the run anew") from None

@@ -1,0 +1,286 @@
+"""What a run writes for others to read: rows of metrics.jsonl, and result.json. At run time they are plain dicts.
+
+The string under each field is its meaning, from which `make docs` writes docs/records.md. A change that old readers
+would misread gets a new version, a line in its history, and a step in `read_row` or `read_result` that opens files of
+the version before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NotRequired, Required, TypedDict, cast
+
+from fednorm.errors import CheckpointError
+from fednorm.files import safe_name
+
+ROW_VERSION = 1
+ROW_HISTORY = {
+    0: "rows without `version`, written before there were versions; read as version 1",
+    1: "`version` in every row; `seconds` may be absent",
+}
+RESULT_VERSION = 1
+RESULT_HISTORY = {
+    0: "files without `version`; read as version 1",
+    1: "`version`, `runs` and `table`",
+}
+
+
+class RunId(NamedTuple):
+    """Which run of a comparison a row belongs to."""
+
+    method: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.method} seed {self.seed}"
+
+    @property
+    def file_name(self) -> str:
+        """The run's folder inside a comparison, and what belongs to it elsewhere."""
+        return f"{safe_name(self.method)}-seed{self.seed}"
+
+
+class ProtocolScores(TypedDict, total=False):
+    """Scores of one protocol. Which fields there are depends on the task (its metric is `accuracy` or `miou`) and on
+    whether one model was tested or one for each client."""
+
+    accuracy: float
+    """percent of examples that were classified rightly; with several clients or domains their unweighted mean"""
+    miou: float
+    """segmentation: mean over classes of intersection over union, in percent"""
+    pixel_accuracy: float
+    """segmentation: percent of pixels that were classified rightly"""
+    loss: float
+    """mean loss, where one model was tested"""
+    per_class: list[float | None]
+    """the metric of each class, where one model was tested; null for a class without examples"""
+    worst: float
+    """the metric of the client with the lowest"""
+    per_client: dict[int, float]
+    """the metric of each client, by client id (text in a file, as JSON has it)"""
+    per_domain: dict[str, float]
+    """the metric of each domain, by its name"""
+    how: str
+    """`pooled`: what was tested, "global model", "averaged local state" or "mean over the clients' own models";
+    `unseen`: where a newcomer's statistics come from"""
+    sample: str
+    """present where only some clients were scored: how many of how many"""
+
+
+class Scores(TypedDict, total=False):
+    """Scores by protocol: which model was tested on which data. A protocol that does not apply is absent."""
+
+    pooled: ProtocolScores
+    """the global model on the whole test set"""
+    domains: ProtocolScores
+    """the global model on each domain's test set, unweighted mean"""
+    own_client: ProtocolScores
+    """each client's model on the test rows that look like its own data, unweighted mean"""
+    unseen: ProtocolScores
+    """the model a newcomer would use, on the own test rows of clients that never train"""
+    validation: ProtocolScores
+    """each client's model on the training rows it set aside; only this may choose a round"""
+
+
+class RoundRow(TypedDict):
+    """One round: a line of metrics.jsonl, and what `on_row` is told."""
+
+    version: int
+    """version of the row"""
+    round: int
+    """number of the round, from 1"""
+    stage: int
+    """stage of the method in this round, from 0; most methods have one"""
+    clients: int
+    """clients that were asked to train"""
+    exchanges: int
+    """times that clients and server sent something to each other"""
+    bytes_up: int
+    """bytes that clients sent, all together"""
+    bytes_down: int
+    """bytes that clients were sent, all together"""
+    lr: float
+    """learning rate of the clients' last phase"""
+    train_loss: float
+    """mean training loss of the clients' last phase, each client counted once"""
+    cohort: NotRequired[list[int]]
+    """ids of the clients of the round; absent where all take part"""
+    eval: NotRequired[Scores]
+    """scores; absent in rounds that were not scored (see eval.every)"""
+    refused: NotRequired[dict[int, str]]
+    """why updates were refused, by client id (text in a file); absent where none was"""
+    probes: NotRequired[dict[str, dict[int, dict[str, float]]]]
+    """what probes saw in each client's last step, by phase, client id (text in a file) and probe"""
+    seconds: NotRequired[float]
+    """seconds the round took; absent where a run was stopped before they were measured"""
+
+
+class BestRound(Scores, total=False):
+    """All scores of the round that was best on the validation data: the fields of Scores, and one more."""
+
+    round: Required[int]
+    """number of the round"""
+
+
+class Peak(TypedDict, total=False):
+    """The highest score of a protocol on test data: for curves and tables of papers, not for choosing a round."""
+
+    round: Required[int]
+    """number of the round, the first where several are equal"""
+    accuracy: float
+    """the score, where the metric is accuracy"""
+    miou: float
+    """the score, where the metric is miou"""
+
+
+class Curves(TypedDict, total=False):
+    """The metric by round: lists of one length. A protocol that does not apply is absent."""
+
+    round: Required[list[int]]
+    """numbers of the rounds that were scored"""
+    pooled: list[float]
+    """the metric of this protocol in each of them"""
+    domains: list[float]
+    """likewise"""
+    own_client: list[float]
+    """likewise"""
+    unseen: list[float]
+    """likewise"""
+    validation: list[float]
+    """likewise"""
+
+
+class Bytes(TypedDict):
+    """What went over the wire."""
+
+    up: int
+    """bytes that clients sent in the whole run"""
+    down: int
+    """bytes that clients were sent in the whole run"""
+    per_round: int
+    """bytes of the last round, both directions"""
+
+
+class RunResult(TypedDict):
+    """What came out of one run, computed from its rows."""
+
+    method: str
+    """method expression"""
+    seed: int
+    """seed of everything random"""
+    rounds: int
+    """rounds that were asked for"""
+    rounds_done: int
+    """rounds that were played"""
+    metric: str
+    """name of the headline number in the scores: `accuracy` or `miou`"""
+    final: Scores
+    """scores after the last round"""
+    best_validation: BestRound | None
+    """scores of the round that was best on the validation data; null without such data"""
+    peak: dict[str, Peak]
+    """the highest score of each protocol on test data"""
+    curves: Curves
+    """scores by round"""
+    bytes: Bytes
+    """what went over the wire"""
+    refused: int
+    """updates that were refused"""
+    seconds: float
+    """seconds of all rounds whose time was measured"""
+    notes: list[str]
+    """what a user should know about how the model was prepared"""
+    digest: str
+    """digest of the server's final state: equal digests, equal bits"""
+
+
+class MeanOverSeeds(TypedDict):
+    """A score of a method over its seeds."""
+
+    mean: float
+    """mean"""
+    std: float
+    """sample standard deviation; 0 with one seed"""
+    n: int
+    """seeds"""
+
+
+class TableLine(TypedDict):
+    """One method in the table of a result: its final scores over all seeds."""
+
+    method: str
+    """method expression"""
+    seeds: list[int]
+    """seeds it was run with"""
+    pooled: NotRequired[MeanOverSeeds]
+    """final score of this protocol; absent where it does not apply"""
+    domains: NotRequired[MeanOverSeeds]
+    """likewise"""
+    own_client: NotRequired[MeanOverSeeds]
+    """likewise"""
+    unseen: NotRequired[MeanOverSeeds]
+    """likewise"""
+    how: str
+    """what was tested as `pooled`"""
+    bytes_per_round: int
+    """bytes of a round, both directions"""
+    seconds: float
+    """seconds of all its runs"""
+
+
+class ResultFile(TypedDict):
+    """result.json of a run (one entry in `runs`) or of a comparison; `--json` prints it with `folder` added."""
+
+    version: int
+    """version of the file"""
+    runs: list[RunResult]
+    """every run, seed by seed and within a seed method by method"""
+    table: list[TableLine]
+    """one line a method"""
+
+
+OnRow = Callable[[RunId, RoundRow], None]
+"""Told after every round of every run: which run, and its row."""
+
+
+def new_row(*, round: int, stage: int, clients: int) -> RoundRow:
+    """The row of a round that begins; its learning rate and its loss come when it was played and settled."""
+    row = {
+        "version": ROW_VERSION,
+        "round": round,
+        "stage": stage,
+        "clients": clients,
+        "exchanges": 0,
+        "bytes_up": 0,
+        "bytes_down": 0,
+    }
+    return cast(RoundRow, row)
+
+
+def read_row(stored: Mapping[str, Any], where: str = "a row of metrics.jsonl") -> RoundRow:
+    """A row that was stored, as this version has it; `where` it comes from is for an error."""
+    _check_version(stored, ROW_VERSION, where)
+    return cast(RoundRow, {"version": ROW_VERSION, **stored})
+
+
+def read_result(stored: Mapping[str, Any], where: str = "result.json") -> ResultFile:
+    """A result that was stored, as this version has it; `where` it comes from is for an error."""
+    _check_version(stored, RESULT_VERSION, where)
+    if not isinstance(stored.get("runs"), list) or not stored["runs"]:
+        raise CheckpointError(f"{where} holds no run; delete it and resume, and it is written anew")
+    return cast(ResultFile, {"version": RESULT_VERSION, **stored})
+
+
+def _check_version(stored: Mapping[str, Any], newest: int, where: str) -> None:
+    if not isinstance(stored, Mapping):
+        raise CheckpointError(f"{where} is not a record of a run; give a folder that fednorm made")
+    version = stored.get("version", newest)  # files from before there were versions differ in nothing else
+    if version not in range(1, newest + 1):
+        raise CheckpointError(
+            f"{where} has version {version}, this fednorm reads {newest}; use the fednorm that wrote it, or a newer one"
+        )
+
+
+def score_of(scores: Scores, protocol: str, metric: str) -> float:
+    """One number of some scores, by names that are known only at run time."""
+    return cast("Mapping[str, Mapping[str, float]]", scores)[protocol][metric]
