@@ -204,6 +204,17 @@ def test_methods_as_json() -> None:
     assert found["fedtan"]["exchanges"] == [58]
 
 
+def test_one_method_in_full() -> None:
+    told = fednorm("methods", "fixbn(at=0.25)+fedprox(mu=0.5)", "--json").json
+    assert (told["switch"], told["stages"][0]["phases"][0]["numbers"]) == ("after (at=0.25)", {"prox.mu": 0.5})
+    shown = fednorm("methods", "hbn").out
+    assert "surgery: to hybrid BN" in shown
+    assert "before every test, query" in shown
+    assert "recorded moments (ema=0.002, first=1.0): statistic" in shown
+    refused = fednorm("methods", "fixbm")
+    assert (refused.code, "did you mean 'fixbn'" in refused.err) == (2, True)
+
+
 def test_models_and_datasets_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FEDNORM_DATA", raising=False)
     models = {each["name"]: each for each in fednorm("models", "--json").json}
@@ -248,6 +259,16 @@ def test_inspect_shows_how_policies_change() -> None:
     shown = fednorm("inspect", "small_resnet", "--method", "fixbn").out
     assert "shared -> frozen" in shown
     assert "each client, stage 2, train: up " in shown
+    assert "stages: 2, the second after (at=0.5)" in shown
+
+
+def test_inspect_tells_the_query_and_what_a_method_is_made_of() -> None:
+    found = fednorm("inspect", "small_resnet", "--method", "sbn", "--json").json
+    assert [line["stage"] for line in found["totals"]["exchanges"]] == [1, "query"]
+    assert found["totals"]["exchanges"][1]["up"] == found["details"]["query"]["bytes_up"] > 0
+    assert found["details"]["surgery"] == ["to static BN"]
+    shown = fednorm("inspect", "small_resnet", "--method", "sbn").out
+    assert "each client, before every test, statistics: up " in shown
 
 
 def test_inspect_takes_own_code_and_tells_what_surgery_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

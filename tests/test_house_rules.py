@@ -130,7 +130,32 @@ def test_engines_and_server_know_no_method(name: str) -> None:
 
 @pytest.mark.parametrize("name", KNOWS_NO_METHOD)
 def test_engines_and_server_import_no_method(name: str) -> None:
-    assert "fednorm.methods" not in NAMES[name].read_text()
+    """They take `parse` from the package of all methods, and nothing from a single one."""
+    named = [line.strip() for line in NAMES[name].read_text().splitlines() if "fednorm.methods" in line]
+    assert set(named) <= {"from fednorm.methods import parse"}
+
+
+# What each room of the house may import of the package; types alone may come from elsewhere.
+MAY_IMPORT = {
+    "core": {"core", "errors"},
+    "layers": {"layers", "core", "errors"},
+    "pieces": {"pieces", "layers", "core", "errors"},
+    "methods": {"methods", "pieces", "layers", "core", "errors"},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.split("/")[0] in MAY_IMPORT])
+def test_imports_go_one_way(name: str) -> None:
+    tree = ast.parse(NAMES[name].read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in for_types]
+    rooms = {(node.module or "").split(".")[1] for node in found if (node.module or "").startswith("fednorm.")}
+    assert rooms <= MAY_IMPORT[name.split("/")[0]]
 
 
 @every_file

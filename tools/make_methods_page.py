@@ -39,7 +39,8 @@ INTRODUCTION = """\
 
 <!-- Written by tools/make_methods_page.py: change the registry or docs/readings.md and run it again. -->
 
-`fednorm methods` lists them, `fednorm methods EXPR` says all of one, `fednorm inspect MODEL --method EXPR` shows what one does with every tensor.
+`fednorm methods` lists them, `fednorm methods EXPR` says all there is to say of one, and
+`fednorm inspect MODEL --method EXPR` shows what it does with every tensor.
 [Add your own](adding_a_method.md) in one file."""
 
 COSTS = """\
@@ -120,7 +121,8 @@ def one_or_each(rules: dict[str, str]) -> str:
     rules = {kind: rule for kind, rule in rules.items() if kind != Kind.COUNTER}
     if len(set(rules.values())) <= 1:
         return next(iter(rules.values()), "-")
-    return ", ".join(f"{kind}: {rule}" for kind, rule in rules.items())
+    kinds = {rule: ", ".join(kind for kind, each in rules.items() if each == rule) for rule in rules.values()}
+    return "; ".join(f"{some}: {rule}" for rule, some in kinds.items())
 
 
 def remarks(facts: dict[str, Any]) -> list[str]:

@@ -14,9 +14,10 @@ from fednorm.core.state import Tree, digest
 from fednorm.data.federation import Federation, from_clients
 from fednorm.engines.base import start_state, step_spec
 from fednorm.layers.batch_stats import moments
+from fednorm.pieces.newcomers import Track
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
-from fednorm.scoring.newcomer import reestimated, tracked
+from fednorm.scoring.newcomer import newcomer_model
 
 
 def with_newcomer() -> Federation:
@@ -60,7 +61,7 @@ def entering_first_norm(made: Plan, state: Tree, x: torch.Tensor) -> torch.Tenso
 def test_reestimated_statistics_are_the_moments_of_the_client_s_own_data() -> None:
     run = played("adabn")
     made, state = run.plan, state_of(run)
-    new = reestimated(made, made.phases[0], state, 2)
+    new = newcomer_model(made, made.phases[0], state, 2)
     mean, var = moments(entering_first_norm(made, state, made.federation.x[made.federation.clients[2]]))
     assert torch.allclose(new["1.running_mean"], mean, rtol=0, atol=1e-12)
     assert torch.allclose(new["1.running_var"], var, rtol=0, atol=1e-12)
@@ -72,7 +73,7 @@ def test_labels_do_not_matter() -> None:
     run = played("adabn")
     blind = replace(run.plan.federation, y=torch.zeros_like(run.plan.federation.y))
     again = tiny.plan("adabn", data=blind, model=tiny.conv_net(), rounds=4)
-    states = [reestimated(made, made.phases[0], state_of(run), 2) for made in (run.plan, again)]
+    states = [newcomer_model(made, made.phases[0], state_of(run), 2) for made in (run.plan, again)]
     assert digest(states[0]) == digest(states[1])
 
 
@@ -85,9 +86,9 @@ def test_a_trailing_example_is_left_out_but_a_lone_one_is_not(rest: int) -> None
     state = made.initial()
     used = rows[: 4 if rest == 1 else 4 + rest]
     mean, _ = moments(entering_first_norm(made, state, data.x[used]))
-    assert torch.allclose(reestimated(made, made.phases[0], state, 2)["1.running_mean"], mean, rtol=0, atol=1e-12)
+    assert torch.allclose(newcomer_model(made, made.phases[0], state, 2)["1.running_mean"], mean, rtol=0, atol=1e-12)
     alone = tiny.plan("adabn", data=replace(data, clients=(*data.clients[:2], rows[:1])), model=tiny.conv_net())
-    assert all(bool(v.isfinite().all()) for v in reestimated(alone, alone.phases[0], state, 2).values())
+    assert all(bool(v.isfinite().all()) for v in newcomer_model(alone, alone.phases[0], state, 2).values())
 
 
 @pytest.mark.parametrize(("method", "part"), [("tsmobn", "running_var"), ("brn+tsmobn", "running_std")])
@@ -95,7 +96,7 @@ def test_a_batch_moves_statistics_by_the_momentum(method: str, part: str) -> Non
     made = tiny.plan(method, data=with_newcomer(), model=tiny.conv_net(), rounds=1)
     state = made.initial()
     x = made.federation.test_x[:8].double()
-    moved = tracked(step_spec(made, made.phases[0], probing=False), state, x, 0.25)
+    moved = Track(0.25).from_batch(step_spec(made, made.phases[0], probing=False), state, x)
     mean, var = moments(entering_first_norm(made, state, x))
     spread = var if part == "running_var" else (var + 1e-5).sqrt()
     for key, fresh in (("1.running_mean", mean), (f"1.{part}", spread)):

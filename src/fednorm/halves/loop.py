@@ -119,8 +119,8 @@ class LocalRules:
 
     def loss(self, loss: Tensor) -> Tensor:
         """The loss with the method's penalty terms added; they pull towards the parameters at entry."""
-        for term in self.rule.losses:
-            loss = loss + term(dict(self.params), self.anchor, self.rule.numbers)
+        for penalty in self.rule.losses:
+            loss = loss + penalty(dict(self.params), self.anchor, self.rule.numbers)
         return loss
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
