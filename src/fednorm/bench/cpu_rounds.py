@@ -16,14 +16,13 @@ from torch import nn
 from torch.nn import functional
 
 from fednorm.bench.timing import FOREVER
-from fednorm.core.step import training_mode
+from fednorm.core.step import Batch, training_mode
 from fednorm.data.federation import Federation, from_clients
-from fednorm.engines.base import parts_of, start_state, step_spec, to_trees
+from fednorm.engines.machine import threads
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.plan import Plan, make_plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store
-from fednorm.running.threads import threads
 
 CLIENTS, BATCH, EXAMPLES, LR = 10, 20, 200, 0.02
 
@@ -87,28 +86,27 @@ def auto_round(data: Federation, steps: int) -> Round:
 def bare_round(data: Federation, steps: int) -> Round:
     """Our steps alone, one after the other on one thread, on batches whose rows were drawn before."""
     plan = plan_of(data, steps)
-    phase = plan.method.stages[0][0]
-    step = phase.step(step_spec(plan, phase, False))
-    numbers = plan.numbers(phase, 1)
+    phase = plan.phases[0]
+    (only,) = phase.passes
+    step = only.step(plan.step_spec(only))
+    numbers = plan.numbers(phase.id, 1)
 
     def laid_out(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
-    start = {key: laid_out(value) for key, value in start_state(plan, plan.schema(phase), plan.initial(), {}).items()}
+    start = {key: laid_out(value) for key, value in phase.start(plan.initial(), {}, plan.device).items()}
     drawn = [[plan.batches.stream(client).batch(k) for k in range(steps)] for client in range(CLIENTS)]
     key = plan.batches.batch(0, 0)[2]
-    parts = parts_of(plan, phase)
 
     def play() -> None:
-        with training_mode(plan.prepared.model, phase.rule.hold):
+        with training_mode(plan.prepared.model, only.rule.hold):
             for batches in drawn:
-                trees = to_trees(parts, start)
-                params, buffers = trees.params, trees.buffers
-                rest = {key: value.clone() for key, value in trees.rest.items()}  # layers move statistics in place
+                carry = only.carry(start)
+                # Layers move statistics in place.
+                carry = carry._replace(state={key: value.clone() for key, value in carry.state.items()})
                 for rows in batches:
                     x, y = laid_out(data.x.index_select(0, rows)), data.y.index_select(0, rows)
-                    out = step(params, rest, buffers, trees.params, x, y, key, numbers)
-                    params, rest, buffers = out.params, out.rest, out.buffers
+                    carry, _ = step(carry, Batch(x, y, key), numbers)
 
     return _with_threads(play, 1)
 

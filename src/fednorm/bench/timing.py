@@ -27,8 +27,10 @@ Tell = Callable[[str], None]
 class Run(Protocol):
     """What is needed of a `fednorm.running.run.Run` to time it."""
 
-    round: int
     unsettled: list[Any]
+
+    @property
+    def round(self) -> int: ...
 
     def rounds(self) -> Iterator[Any]: ...
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import FunctionType
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
@@ -53,6 +52,12 @@ Scale = Callable[[nn.Module], Mapping[str, float]]
 """model -> factors on the learning rate by key."""
 
 
+def _freeze(owner: object, *names: str) -> None:
+    """Make mappings that were given read-only and hashable, as all else in a frozen class is."""
+    for name in names:
+        object.__setattr__(owner, name, FrozenDict(getattr(owner, name)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """How one client trains. Structure is static, numbers are data, so an engine may map a rule over many clients."""
@@ -71,6 +76,7 @@ class Rule:
         _freeze(self, "numbers")
 
 
+_TRAIN, _BY_SIZE, _MEAN = TrainStep(), BySize(), Mean()
 Work = Literal["local", "epoch", "batch"]
 """`local`: the configured local steps or epochs; `epoch`: one pass over the client's data; `batch`: one step."""
 
@@ -79,29 +85,24 @@ Work = Literal["local", "epoch", "batch"]
 class Pass:
     """A part of a client's work in a phase, such as training the head before the body."""
 
-    step: StepMaker = TrainStep()
+    step: StepMaker = _TRAIN
     rule: Rule = Rule()
     work: Work = "local"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """A tensor beside each trained parameter that a method declares for itself; it starts at zero.
+    """What happens in a phase to a tensor beside each trained parameter that the method declares for itself.
 
-    It exists in the phases whose `policy` names it, and is merged as their `merge` and `weigh` say under that name, or
-    as the mean by size. Losses and transforms read it from the client's `extras` as `NAME:KEY`, closings change it.
+    It starts at zero. Penalties and transforms read it from the client's `extras` as `NAME:KEY`, closings change it.
     """
 
-    summary: str
+    policy: Policy
+    weigh: Weigh = _BY_SIZE
+    merge: Merge = _MEAN
 
 
-def _freeze(owner: object, *names: str) -> None:
-    """Make mappings that were given read-only and hashable, as all else in a frozen class is."""
-    for name in names:
-        object.__setattr__(owner, name, FrozenDict(getattr(owner, name)))
-
-
-FEDAVG: Mapping[Kind | str, Policy] = FrozenDict(
+FEDAVG: Mapping[Kind, Policy] = FrozenDict(
     {
         Kind.WEIGHT: Policy.SHARED,
         Kind.AFFINE: Policy.SHARED,
@@ -111,8 +112,8 @@ FEDAVG: Mapping[Kind | str, Policy] = FrozenDict(
         Kind.EXTRA: Policy.SHARED,
     }
 )
-BY_SIZE: Mapping[Kind | str, Weigh] = FrozenDict(dict.fromkeys(Kind, BySize()))
-MEAN: Mapping[Kind | str, Merge] = FrozenDict({**dict.fromkeys(Kind, Mean()), Kind.COUNTER: Maximum()})
+BY_SIZE: Mapping[Kind, Weigh] = FrozenDict(dict.fromkeys(Kind, BySize()))
+MEAN: Mapping[Kind, Merge] = FrozenDict({**dict.fromkeys(Kind, Mean()), Kind.COUNTER: Maximum()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +121,13 @@ class Phase:
     """One exchange: what comes down, what the client does, what goes up, how the server merges it."""
 
     name: str = "train"
-    step: StepMaker = TrainStep()
+    step: StepMaker = _TRAIN
     rule: Rule = Rule()
-    policy: Mapping[Kind | str, Policy] = FEDAVG
-    """By kind, or by the name of an extra."""
-    weigh: Mapping[Kind | str, Weigh] = BY_SIZE
-    merge: Mapping[Kind | str, Merge] = MEAN
+    policy: Mapping[Kind, Policy] = FEDAVG
+    weigh: Mapping[Kind, Weigh] = BY_SIZE
+    merge: Mapping[Kind, Merge] = MEAN
+    extras: Mapping[str, Extra] = FrozenDict()
+    """Entries the method declares for itself, by name."""
     work: Work = "local"
     then: tuple[Pass, ...] = ()
     """Further passes of the client's work, after the one that `step`, `rule` and `work` describe."""
@@ -145,7 +147,7 @@ class Phase:
         return (Pass(step=self.step, rule=self.rule, work=self.work), *self.then)
 
     def __post_init__(self) -> None:
-        _freeze(self, "policy", "weigh", "merge", "measures")
+        _freeze(self, "policy", "weigh", "merge", "measures", "extras")
 
     def __repr__(self) -> str:
         """What differs from the plain phase."""
@@ -154,10 +156,16 @@ class Phase:
         shown = (f"{name}={value!r}" for name, value in own.items() if value != getattr(plain, name))
         return f"Phase({', '.join(shown)})"
 
+    def rules_of(self, entry: Entry) -> tuple[Merge, Weigh]:
+        """How the server merges an entry, and how clients weigh in it."""
+        if entry.extra:
+            return self.extras[entry.extra].merge, self.extras[entry.extra].weigh
+        return self.merge[entry.kind], self.weigh[entry.kind]
+
     def policy_of(self, entry: Entry) -> Policy:
         """The policy of an entry. The affine of norms without batch statistics (GN, LN) goes with the weights."""
         if entry.extra:
-            return self.policy[entry.extra]
+            return self.extras[entry.extra].policy
         kind = Kind.WEIGHT if entry.kind is Kind.AFFINE and not entry.batch_norm else entry.kind
         return self.policy[kind]
 
@@ -220,12 +228,7 @@ class Method:
     """An exchange with all clients before every test, for statistics that training neither makes nor sees."""
     newcomer: Newcomer = field(default_factory=AsGiven)
     """How a client that never trained gets its statistics."""
-    extras: Mapping[str, Extra] = FrozenDict()
-    """Entries the method declares for itself, by name."""
     parts: tuple[Part, ...] = ()
-
-    def __post_init__(self) -> None:
-        _freeze(self, "extras")
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -260,7 +263,9 @@ class Method:
         """What must be offered: `client_state` that outlives a round, a cohort that steps in `lockstep`, the `union`
         of all data in one place."""
         phases = self.all_phases.values()
-        local = any(policy is Policy.LOCAL for phase in self.phases for policy in phase.policy.values())
+        policies = [policy for phase in self.phases for policy in phase.policy.values()]
+        policies += [extra.policy for phase in self.phases for extra in phase.extras.values()]
+        local = any(policy in (Policy.LOCAL, Policy.REPORTED) for policy in policies)
         needs = {
             "client_state": local and self.data == "each",
             "lockstep": any(phase.lockstep for phase in phases),

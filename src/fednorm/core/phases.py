@@ -19,7 +19,7 @@ class Purpose(StrEnum):
 
 
 class PhaseId(NamedTuple):
-    """Phase number `index` of a purpose, in training of stage number `stage`.
+    """Phase `number` of a purpose, in training of stage number `stage`.
 
     >>> str(PhaseId(Purpose.TRAIN, 1, 0)), PhaseId.parse("query.0.0").purpose
     ('train.1.0', <Purpose.QUERY: 'query'>)
@@ -27,13 +27,13 @@ class PhaseId(NamedTuple):
 
     purpose: Purpose
     stage: int = 0
-    index: int = 0
+    number: int = 0
 
     def __str__(self) -> str:
-        return f"{self.purpose}.{self.stage}.{self.index}"
+        return f"{self.purpose}.{self.stage}.{self.number}"
 
     @classmethod
     def parse(cls, text: str) -> PhaseId:
         """The id that has this text; a ValueError where none has."""
-        purpose, stage, index = text.split(".")
-        return cls(Purpose(purpose), int(stage), int(index))
+        purpose, stage, number = text.split(".")
+        return cls(Purpose(purpose), int(stage), int(number))

@@ -1,4 +1,4 @@
-"""Training examples in one place, and which rows of them are whose: everybody's in a simulator, one client's at a site."""
+"""Training examples, and which rows of them are whose: everybody's in a simulator, one client's at a site."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def own_pool(
     >>> own_pool(3, torch.zeros(2, 1), torch.zeros(2)).rows[3]
     tensor([0, 1])
     """
-    return Pool(x=x, y=y, rows={client: torch.arange(len(y))}, clients=(client,), mean=mean, std=std, ignore_index=ignore)
+    return Pool(
+        x=x, y=y, rows={client: torch.arange(len(y))}, clients=(client,), mean=mean, std=std, ignore_index=ignore
+    )
 
 
 def scaled(raw: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

@@ -96,6 +96,12 @@ class Engine(Protocol):
         """Where a run's server state lies from now on."""
         ...
 
+    def train(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
+    ) -> Iterator[Outcome]:
+        """The outcomes of clients' work, in any order, without a merge."""
+        ...
+
     def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
         """Play and merge what runs ask for; an error is one run's, which need not be the end of others."""
         ...
@@ -143,9 +149,7 @@ def play_plainly(order: Order, train: Train) -> Played:
     here = ranks.own(sites.batches.pool.clients, exchange.cohort)
     states = order.states.get_many(here)
     starts = phase.starts(server.tree, [states[client].tree for client in here], sites.device)
-    jobs = [
-        sites.job(phase, client, start, states[client].steps) for client, start in zip(here, starts, strict=True)
-    ]
+    jobs = [sites.job(phase, client, start, states[client].steps) for client, start in zip(here, starts, strict=True)]
     accepted: list[Outcome] = []
     stacks: list[Stacks] = []
 

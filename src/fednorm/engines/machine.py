@@ -6,6 +6,8 @@ Torch is imported late, since the command line asks before it knows that it need
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fednorm.errors import ConfigError
@@ -56,15 +58,12 @@ def precision(name: str) -> Iterator[None]:
     """Let float32 be rounded to tf32 inside products only where the precision allows it; given back afterwards."""
     import torch
 
-    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [switch.allow_tf32 for switch in switches]
-    for switch in switches:
-        switch.allow_tf32 = name != "fp32"
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name != "fp32"
     try:
         yield
     finally:
-        for switch, allowed in zip(switches, before, strict=True):
-            switch.allow_tf32 = allowed
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class Agreed:
 
     prepared: Prepared
     work: LocalWork
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     _phases: dict[PhaseId, PreparedPhase] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property

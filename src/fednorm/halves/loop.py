@@ -18,10 +18,12 @@ from fednorm.core import rng
 from fednorm.core.method import Facts, Method, Phase, Progress, Rule
 from fednorm.core.report import Report
 from fednorm.core.state import Entry, Kind, Policy, Tree, is_batch_norm, model_state
-from fednorm.core.step import train_step, training_mode
+from fednorm.core.step import Carry, TrainStep, training_mode
 from fednorm.errors import ConfigError
-from fednorm.halves.merging import Update, flaw, keys_with, merge_updates
+from fednorm.halves.merging import flaw, merge_updates
+from fednorm.halves.messages import Update
 from fednorm.halves.prepared import Prepared, facts_of, lr_factors, refuse_noop, surgery_done
+from fednorm.halves.schema import OWN, keys_with
 from fednorm.layers.keyed import key_names
 from fednorm.methods import parse
 
@@ -44,7 +46,7 @@ def split(
     phase = method.stages[0][0] if round is None else _phase(method, round, rounds)
     schema = _view(model, method).schema(phase)
     state = model_state(model, [entry for entry, _ in schema.values()])
-    sent, kept = keys_with(schema, Policy.SHARED), keys_with(schema, Policy.LOCAL)
+    sent, kept = keys_with(schema, Policy.SHARED), keys_with(schema, *OWN)
     return {key: state[key] for key in sent}, {key: state[key] for key in kept}
 
 
@@ -120,7 +122,7 @@ class LocalRules:
     def loss(self, loss: Tensor) -> Tensor:
         """The loss with the method's penalty terms added; they pull towards the parameters at entry."""
         for penalty in self.rule.losses:
-            loss = loss + penalty(dict(self.params), self.anchor, self.rule.numbers)
+            loss = loss + penalty(self._carry(dict(self.params)), self.rule.numbers)
         return loss
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -130,7 +132,7 @@ class LocalRules:
         grads: Tree = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in self.params.items()}
         params: Tree = {key: parameter.detach() for key, parameter in self.params.items()}
         for transform in self.rule.grads:
-            grads = transform(grads, params, numbers, self.facts)
+            grads = transform(grads, self._carry(params), numbers, self.facts)
         for key, parameter in self.params.items():
             parameter.grad = grads[key]
         before = {key: params[key].clone() for key in self.factors}
@@ -141,6 +143,10 @@ class LocalRules:
                 self.params[key].copy_(before[key] + factor * (self.params[key] - before[key]))
         self.steps += 1
         self.draw()
+
+    def _carry(self, params: Tree) -> Carry:
+        """The client as penalties and transforms see it."""
+        return Carry(params=params, state={}, optimizer={}, extras={}, anchor=self.anchor)
 
     def draw(self) -> None:
         """Give the layers that draw random numbers the key of the next step."""
@@ -167,12 +173,12 @@ def local_rules(
     method = _playable(method)
     phase = _phase(method, round, rounds)
     view = _view(model, method)
-    trained = [entry.key for entry in view.trained(phase)]
+    trained = [entry.key for entry in view.trained(phase.rule)]
     rules = LocalRules(
         model=model,
         rule=phase.rule,
         facts=view.facts,
-        factors=lr_factors(view, phase),
+        factors=lr_factors(view, phase.rule),
         key=rng.key("own loop", round or 0) if key is None else key,
         keyed=view.keyed,
         params={name: model.get_parameter(name) for name in trained},
@@ -248,7 +254,8 @@ def _playable(expression: str | Method) -> Method:
         raise _refusal(method, "needs more than one exchange in a round")
     for phase in method.phases:
         odd = {kind for kind, policy in phase.policy.items() if policy in (Policy.FRESH, Policy.REPORTED)}
-        if phase.step is not train_step or odd - {Kind.OPTIMIZER} or phase.policy[Kind.OPTIMIZER] is Policy.SHARED:
+        more = phase.step != TrainStep() or phase.then or phase.extras or phase.rule.closings
+        if more or odd - {Kind.OPTIMIZER} or phase.policy[Kind.OPTIMIZER] is Policy.SHARED:
             raise _refusal(method, "does more than train and exchange a model's state")
     # A function that does not say what it looks at may look at reports.
     if len(method.stages) > 1 and getattr(method.switch, "uses_reports", True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -17,6 +16,9 @@ from fednorm.core.reductions import cohort
 from fednorm.core.report import Report, Reports, Weigh
 from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.errors import ConfigError
+from fednorm.halves.messages import Update
+from fednorm.halves.schema import Schema, keys_with
+
 
 def flaw(update: Update, schema: Schema) -> str | None:
     """Why an update cannot be used, or None: wrong keys, shapes or types, values that are not finite or impossible."""
@@ -155,7 +157,7 @@ def merge_stack(
     common: dict[Weigh, Tensor] = {}  # weights that do not look at what was sent are the same for all kinds
     fused: dict[tuple[Fusable, Weigh, torch.dtype], list[Entry]] = defaultdict(list)
     for kind, layers in kinds.items():
-        rule, weigh = (table.get(kind, table[Kind.EXTRA]) for table in (phase.merge, phase.weigh))
+        rule, weigh = phase.rules_of(next(iter(layers.values()))[0])
         sent = _Lazy(layers, lambda layer, of=layers: {e.part: whole.gathered(shared[e.key]) for e in of[layer]})
         weights = common[weigh] if weigh in common else whole.own(weigh(reports, sent))
         if not sent.asked:

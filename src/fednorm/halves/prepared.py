@@ -65,8 +65,7 @@ class Prepared:
         trained = [entry for entry in self.entries if entry.key in found]
         extras = [
             Entry(f"{name}:{e.key}", Kind.EXTRA, e.layer, e.part, False, e.shape, e.dtype, extra=name)
-            for name in self.method.extras
-            if name in phase.policy
+            for name in phase.extras
             for e in trained
         ]
         listing = [*self.entries, *(optimizer.entries(trained) if optimizer else ()), *extras]

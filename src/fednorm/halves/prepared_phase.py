@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fednorm.core.method import Phase, Rule, Work
+from fednorm.core.method import Pass, Phase, Rule, Work
 from fednorm.core.optim import Optimizer
 from fednorm.core.phases import PhaseId
 from fednorm.core.state import Entry, Kind, Policy, Tree
@@ -132,11 +132,18 @@ def prepare_phase(prepared: Prepared, id: PhaseId, optimizer: Optimizer | None) 
     phase = prepared.method.phase_at(id)
     schema = prepared.schema(phase, optimizer)
     passes = tuple(
-        PreparedPass(each.step, each.rule, each.work, _parts(prepared, each.rule, schema), lr_factors(prepared, each.rule))
+        PreparedPass(
+            each.step, each.rule, each.work, _parts(prepared, each.rule, schema), lr_factors(prepared, each.rule)
+        )
         for each in phase.passes
     )
     cost = Cost() if prepared.method.data == "union" else exchange_cost(phase, schema)
     return PreparedPhase(id, phase, schema, passes, prepared.initial, cost)
+
+
+def _prepare_pass(prepared: Prepared, each: Pass, schema: Schema) -> PreparedPass:
+    parts, factors = _parts(prepared, each.rule, schema), lr_factors(prepared, each.rule)
+    return PreparedPass(each.step, each.rule, each.work, parts, factors)
 
 
 def _parts(prepared: Prepared, rule: Rule, schema: Schema) -> dict[str, str]:

@@ -53,8 +53,14 @@ class Exchange:
 class Holder(Protocol):
     """Where the server's tree and what merges remember lie: in memory, or where an engine has them at hand."""
 
-    tree: Tree
-    memory: Tree
+    @property
+    def tree(self) -> Tree: ...
+    @tree.setter
+    def tree(self, tree: Tree, /) -> None: ...
+    @property
+    def memory(self) -> Tree: ...
+    @memory.setter
+    def memory(self, tree: Tree, /) -> None: ...
 
 
 @dataclass
@@ -312,7 +318,7 @@ class Server:
         updates = [self._taken[client] for client in sorted(self._taken)]
         found = flaws(updates, exchange.phase.schema)
         refused = {update.client: why for update, why in zip(updates, found, strict=True) if why}
-        refused |= {client: "it did not answer" for client in self.missing}
+        refused |= dict.fromkeys(self.missing, "it did not answer")
         self.admit(refused)
         usable = [update for update in updates if update.client not in refused]
         self.merge(usable)

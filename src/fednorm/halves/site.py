@@ -211,5 +211,3 @@ def batches_of(pool: Pool, agreed: Agreed, *, cohort: int = 1) -> Batches:
         dtype=getattr(torch, work.dtype),
         remembered=max(4096, 2 * cohort),
     )
-
-

@@ -17,7 +17,7 @@ _HELD = {Kind.STATISTIC: Policy.FROZEN, Kind.COUNTER: Policy.FROZEN}
 def look_first(phase: Phase) -> Phase:
     """Statistics move at fixed weights, on the batches that the phase itself will see."""
     held_back = {kind: each if each is Policy.LOCAL else Policy.FROZEN for kind, each in phase.policy.items()}
-    looking = replace(phase, name="statistics", step=ObserveStep(), consumes_batches=False)
+    looking = replace(phase, name="statistics", step=ObserveStep(), extras={}, consumes_batches=False)
     return with_policy(looking, {**held_back, **_STATISTICS})
 
 

@@ -21,9 +21,9 @@ from fednorm.pieces.changes import (
     weigh_by,
 )
 from fednorm.pieces.merges import Pooled
+from fednorm.pieces.moments import TakeMoments
 from fednorm.pieces.newcomers import Reestimate, Track
 from fednorm.pieces.phases import with_merge
-from fednorm.pieces.moments import TakeMoments
 from fednorm.pieces.weights import ByDivergence
 
 _MERGE = frozenset({MERGE_STATISTICS})

@@ -19,16 +19,16 @@ from fednorm.engines.ranks import Alone, join
 from fednorm.errors import CheckpointError, ConfigError, FednormError, unknown
 from fednorm.files import read_json, write_json
 from fednorm.running.config import RunConfig, all_fields, differences, from_dict, to_dict, updated
+from fednorm.running.evaluate import global_model
 from fednorm.running.folder import RunFolder
-from fednorm.running.in_step import play_together
+from fednorm.running.in_step import play_in_step
 from fednorm.running.plan import Plan, make_plan
 from fednorm.running.records import OnRow, RunId, RunResult
 from fednorm.running.results import Result, summarise
 from fednorm.running.run import Run
-from fednorm.running.same_program import allocate_slots
+from fednorm.running.same_program import engine_maker
 from fednorm.running.store import Store, save_tree
 from fednorm.running.threads import threads_of
-from fednorm.scoring.evaluate import global_model
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,12 @@ def play_all(playables: Sequence[Playable]) -> list[RunResult]:
     """Play some plans in step, as `play` does each: those that are the same program share a stack on the device.
 
     An interruption stops all. A run that fails leaves its folder as it would alone; the others are played to their
-    end, and then the error is raised, of several that of the first entrant.
+    end, and then the error is raised, of several that of the first.
     """
     ranks = join(playables[0].plan.config.engine.device)
     with threads_of(playables[0].plan):
-        allocate = allocate_slots([playable.plan for playable in playables])
-        runs = {Run(playable.plan, playable.store, ranks, allocate): playable for playable in playables}
+        make = engine_maker([playable.plan for playable in playables])
+        runs = {Run(playable.plan, playable.store, ranks, make): playable for playable in playables}
         told, errors, signalled = _tell_rows(runs, ranks)
     ended = [run for run in runs if told[run] == run.plan.config.rounds and run not in errors]
     summaries = [_finish(run, runs[run].folder, ranks) for run in ended]
@@ -201,9 +201,9 @@ def play_all(playables: Sequence[Playable]) -> list[RunResult]:
 
 
 def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, int], dict[Run, FednormError], int]:
-    """Play and write rows: the last round told of each course, how some failed, and the signal that stopped the rest.
+    """Play and write rows: the last round told of each run, how some failed, and the signal that stopped the rest.
 
-    Courses are settled together, so one may have ended whose last row was not told when a signal came: it is resumed.
+    Runs are settled together, so one may have ended whose last row was not told when a signal came: it is resumed.
     """
     told = {run: run.round for run in runs}
     errors: dict[Run, FednormError] = {}
@@ -214,7 +214,7 @@ def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, in
             if playable.folder
         }
         stopped = held.enter_context(orderly_stop())
-        for run, news in play_together(list(runs)):
+        for run, news in play_in_step(list(runs)):
             if isinstance(news, FednormError):
                 errors[run] = news
                 continue
@@ -234,7 +234,7 @@ def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, in
 
 
 def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> RunResult:
-    """The summary of a course that was played to its end, and in its folder all that it leaves."""
+    """The summary of a run that was played to its end, and in its folder all that it leaves."""
     plan = run.plan
     summary = ranks.tell_first(lambda: _summary(plan, run))
     if folder:
@@ -250,15 +250,14 @@ def _summary(plan: Plan, run: Run) -> RunResult:
         seed=plan.config.seed,
         rounds=plan.config.rounds,
         metric=plan.task.metric,
-        digest=digest(run.server),
+        digest=digest(run.server.tree),
         notes=plan.prepared.notes,
     )
 
 
 def save_model(plan: Plan, run: Run, path: Path) -> None:
     """Write the global model as plain safetensors; entries that stayed local are their clients' mean."""
-    phase = plan.method.tested(-1)
-    state = global_model(plan, phase, run.server, run.store)
+    state = global_model(plan, plan.evaluated(-1), run.server.tree, run.store)
     tensors = {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}
     save_tree(path, tensors, {"method": plan.method.name, "model": plan.config.model})
 

@@ -11,7 +11,8 @@ from fednorm.engines.machine import precision
 from fednorm.errors import FednormError
 
 if TYPE_CHECKING:
-    from fednorm.running.run import Row, Run
+    from fednorm.running.records import RoundRow as Row
+    from fednorm.running.run import Run
 
 SETTLE_SECONDS = 0.25
 """Rounds that stay on the device are looked at this often: for the progress, and for an interruption."""

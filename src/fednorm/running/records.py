@@ -243,20 +243,6 @@ OnRow = Callable[[RunId, RoundRow], None]
 """Told after every round of every run: which run, and its row."""
 
 
-def new_row(*, round: int, stage: int, clients: int) -> RoundRow:
-    """The row of a round that begins; its learning rate and its loss come when it was played and settled."""
-    row = {
-        "version": ROW_VERSION,
-        "round": round,
-        "stage": stage,
-        "clients": clients,
-        "exchanges": 0,
-        "bytes_up": 0,
-        "bytes_down": 0,
-    }
-    return cast(RoundRow, row)
-
-
 def read_row(stored: Mapping[str, Any], where: str = "a row of metrics.jsonl") -> RoundRow:
     """A row that was stored, as this version has it; `where` it comes from is for an error."""
     _check_version(stored, ROW_VERSION, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import cast
 
 from fednorm.core.phases import Purpose
 from fednorm.core.report import Report
@@ -18,9 +18,10 @@ from fednorm.running.config import differences, to_dict
 from fednorm.running.evaluate import Scores, evaluate
 from fednorm.running.in_step import play_in_step
 from fednorm.running.plan import Plan
+from fednorm.running.records import ROW_VERSION
+from fednorm.running.records import RoundRow as Row
 from fednorm.running.store import Store, to_device
 
-Row = dict[str, Any]
 CHECKPOINT_SECONDS = 2.0
 """Time between two checkpoints where the config names no number of rounds."""
 
@@ -33,9 +34,7 @@ MakeEngine = Callable[[Plan, str | None, bool], tuple[str, Engine]]
 
 def engine_of_its_own(plan: Plan, remembered: str | None, stays: bool) -> tuple[str, Engine]:
     """An engine for one run alone."""
-    return make_engine(
-        [plan], plan.config.engine, cohort=plan.cohort_size, remembered=remembered, stays=stays
-    )
+    return make_engine([plan], plan.config.engine, cohort=plan.cohort_size, remembered=remembered, stays=stays)
 
 
 class Run:
@@ -110,8 +109,9 @@ class Run:
             else:
                 played = yield Order(exchange, server, self.plan, self.store, self.ranks, self._probing(number))
                 server.note(played.reports, played.probed)
-        self.unsettled.append((server.row, server.reports))
-        return server.row
+        row = cast(Row, {"version": ROW_VERSION, **server.row})
+        self.unsettled.append((row, server.reports))
+        return row
 
     def _probing(self, number: int) -> bool:
         """Whether probes look at this round's steps."""

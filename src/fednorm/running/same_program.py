@@ -1,4 +1,4 @@
-"""Which runs are the same program, and their seats in one stack.
+"""Which runs are the same program, and their engine.
 
 Runs of one program differ in numbers alone: seeds, learning rates, penalties, the round of a switch. Everything that a
 step, a merge or a model is made of must be the same, whatever the methods are called.
@@ -6,9 +6,8 @@ step, a merge or a model is made of must be the same, whatever the methods are c
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +16,17 @@ from torch import Tensor, nn
 
 from fednorm.core.method import Method, Phase
 from fednorm.data.federation import Federation
-from fednorm.engines.stack import slot as slot
-from fednorm.engines.stack.device_stack import MOST_LOCAL_BYTES, DeviceStack
-from fednorm.engines.stack.slot import StackSlot, can_stay, local_bytes, reads_channels_last
+from fednorm.engines.base import Engine
+from fednorm.engines.choose import make_engine
+from fednorm.engines.machine import find_device
+from fednorm.engines.stack import slot
+from fednorm.engines.stack.device_stack import MOST_LOCAL_BYTES
+from fednorm.engines.stack.slot import can_stay, local_bytes
 from fednorm.halves.prepared import Prepared
 from fednorm.methods import parse
 from fednorm.running.config import EvalConfig, RunConfig
-from fednorm.running.plan import Plan, find_device
-
-Allocate = Callable[[Plan], StackSlot | None]
+from fednorm.running.plan import Plan
+from fednorm.running.run import MakeEngine, engine_of_its_own
 
 
 def same_program(a: Plan, b: Plan) -> bool:
@@ -80,7 +81,11 @@ def _exchanges(method: Method) -> list[tuple[Phase, ...]]:
     """The phases of every stage, of the finish and of the query, without their numbers."""
 
     def without_numbers(phase: Phase) -> Phase:
-        return replace(phase, rule=replace(phase.rule, numbers=dict.fromkeys(phase.rule.numbers, 0.0)))
+        plain = replace(phase.rule, numbers=dict.fromkeys(phase.rule.numbers, 0.0))
+        then = tuple(
+            replace(each, rule=replace(each.rule, numbers=dict.fromkeys(each.rule.numbers, 0.0))) for each in phase.then
+        )
+        return replace(phase, rule=plain, then=then)
 
     query = (method.query,) if method.query else ()
     return [tuple(map(without_numbers, phases)) for phases in (*method.stages, method.finish, query)]
@@ -155,31 +160,36 @@ def _constants(prepared: Prepared) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in prepared.model.named_buffers() if name not in aside}
 
 
-def allocate_slots(plans: Sequence[Plan]) -> Allocate:
-    """Seats for some runs: those that are the same program share a stack, which is made when the first sits down.
+def engine_maker(plans: Sequence[Plan]) -> MakeEngine:
+    """How to make the engines of some runs: those that are the same program share one, and so a stack.
 
-    Not earlier, since an engine may still change the layout of a plan's model when it is made.
+    It is made when the first of them asks.
     """
     groups: list[list[Plan]] = []
     for plan in plans:
-        if can_stay(plan):
+        if _shares(plan):
             for group in groups:
                 if same_program(group[0], plan) and local_bytes(plan) * (len(group) + 1) <= MOST_LOCAL_BYTES:
                     group.append(plan)
                     break
             else:
                 groups.append([plan])
-    places = {id(plan): (group, run) for group in groups for run, plan in enumerate(group)}
-    device_stacks: dict[int, DeviceStack] = {}
+    group_of = {id(plan): group for group in groups for plan in group}
+    made: dict[int, tuple[str, Engine]] = {}
 
-    def allocate(plan: Plan) -> StackSlot | None:
-        if id(plan) not in places:
-            return None
-        group, run = places[id(plan)]
-        if id(group) not in device_stacks:
-            device_stacks[id(group)] = DeviceStack(group, reads_channels_last(plan))
-            if len(group) > 1:
-                print(f"stacked engine: {len(group)} runs are the same program and share one stack", file=sys.stderr)
-        return StackSlot(device_stacks[id(group)], run)
+    def make(plan: Plan, remembered: str | None, stays: bool) -> tuple[str, Engine]:
+        group = group_of.get(id(plan), [])
+        if len(group) < 2 or not stays:
+            return engine_of_its_own(plan, remembered, stays)
+        if id(group) not in made:
+            made[id(group)] = make_engine(group, plan.config.engine, cohort=plan.cohort_size, remembered="stacked")
+        return made[id(group)]
 
-    return allocate
+    return make
+
+
+def _shares(plan: Plan) -> bool:
+    """Whether a plan's rounds are played on a device that several runs may share."""
+    name = plan.config.engine.name
+    stacked = name == "stacked" or (name == "auto" and plan.device.type == "cuda")
+    return stacked and plan.config.engine.quorum is None and can_stay(plan)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
+from fednorm.engines.machine import threads
 from fednorm.running.plan import Plan
 
 
@@ -15,14 +15,3 @@ def threads_of(plan: Plan) -> AbstractContextManager[None]:
     config = plan.config.engine
     automatic = 1 if config.name == "auto" and plan.device.type == "cpu" else torch.get_num_threads()
     return threads(config.threads or automatic)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many threads for torch, given back afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

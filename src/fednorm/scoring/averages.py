@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fednorm.core.method import Phase
+from fednorm.core.newcomer import Newcomer
 from fednorm.core.reductions import wide
-from fednorm.core.state import Entry, Kind, Policy, Tree
-from fednorm.halves.merging import keys_with
-from fednorm.running.plan import Plan
-from fednorm.running.store import Store
+from fednorm.core.state import Entry, Kind, Tree
 
 
-def averaged_local(plan: Plan, phase: Phase, store: Store) -> Tree:
+class ClientTrees(Protocol):
+    """Where the local entries of clients can be read, some clients at a time."""
+
+    def holding(self, keys: Iterable[str]) -> list[int]:
+        """Ids of the clients that have all these entries, ascending."""
+        ...
+
+    def stacks(self, clients: Sequence[int]) -> Iterator[Tree]:
+        """The entries of many clients in the order given, some at a time, with a leading client axis."""
+        ...
+
+
+def averaged_local(local: Sequence[Entry], newcomer: Newcomer, store: ClientTrees) -> Tree:
     """The uniform mean, over all clients seen, of what they keep local; counters by maximum, variances as told.
 
     The sums are those of `pieces.merges`: float64, by ascending client id, whatever the number of clients.
     """
-    schema = plan.schema(phase)
-    local = [schema[key][0] for key in keys_with(schema, Policy.LOCAL)]
-    local = [entry for entry in local if entry.kind is not Kind.OPTIMIZER]
+    local = [entry for entry in local if entry.kind is not Kind.OPTIMIZER and not entry.extra]
     clients = store.holding(entry.key for entry in local) if local else []
     if not clients:
         return {}
@@ -38,7 +46,7 @@ def averaged_local(plan: Plan, phase: Phase, store: Store) -> Tree:
             # States read from the file are on the host, those of the last round may be on a device.
             most[entry.key] = torch.maximum(most.get(entry.key, top).to(top.device), top)
     found = {**most, **mean.of(numbers)}
-    if plan.method.newcomer.pools_variances:
+    if newcomer.pools_variances:
         found |= _pooled(_moments(numbers), found, store, clients)
     return {entry.key: found[entry.key].to(entry.dtype) for entry in local}
 
@@ -57,7 +65,7 @@ def _moments(local: Iterable[Entry]) -> list[tuple[Entry, Entry]]:
     ]
 
 
-def _pooled(moments: list[tuple[Entry, Entry]], means: Tree, store: Store, clients: Sequence[int]) -> Tree:
+def _pooled(moments: list[tuple[Entry, Entry]], means: Tree, store: ClientTrees, clients: Sequence[int]) -> Tree:
     """Variances of the clients' mixture: the mean of var_k + (mu_k - mu)^2; a deviation is the root of that."""
 
     def spread_of(stack: Tree, mean: Entry, spread: Entry) -> Tensor:

@@ -10,6 +10,7 @@ from fednorm.core.state import Kind, Tree
 from fednorm.core.step import Carry, Probe
 from fednorm.errors import unknown
 
+
 def _norm(tree: Tree) -> Tensor:
     return torch.sqrt(torch.stack([value.square().sum() for value in tree.values()]).sum())
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from fednorm.core.task import Sums, Task
 from fednorm.errors import unknown
 
+
 @dataclass(frozen=True)
 class Classification:
     """Cross-entropy and accuracy, overall and per class."""

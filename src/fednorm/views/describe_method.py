@@ -14,8 +14,8 @@ from fednorm.core.method import Method, Part, Phase
 from fednorm.core.optim import MOMENTUM_SGD
 from fednorm.core.state import Kind, Policy
 from fednorm.halves.cost import exchange_cost
-from fednorm.halves.merging import Schema
 from fednorm.halves.prepared import Prepared, prepare
+from fednorm.halves.schema import Schema
 from fednorm.methods import known_methods, parse
 from fednorm.views.describe_model import cost, in_time
 from fednorm.views.describe_piece import describe_piece, explain_piece

@@ -11,11 +11,10 @@ from fednorm.errors import CheckpointError, ConfigError
 from fednorm.files import disk_errors
 from fednorm.pieces.fold import fold_with_report
 from fednorm.running.api import Objects, read_config
+from fednorm.running.evaluate import averaged, client_model, global_model
 from fednorm.running.folder import RunFolder
 from fednorm.running.plan import Plan, make_plan
 from fednorm.running.store import Store, save_tree
-from fednorm.scoring.averages import averaged_local
-from fednorm.scoring.evaluate import client_model, global_model
 
 
 def export(
@@ -91,10 +90,10 @@ def model_of(plan: Plan, store: Store, client: int | None) -> Tree:
         raise ConfigError(f"client {client} does not exist; the run has clients 0 to {number - 1}")
     if not store.facts():
         raise CheckpointError(f"'{store.path}' holds no round; the run never started")
-    phase = plan.method.tested(-1)
+    phase = plan.evaluated(-1)
     server = store.tree("model")
     if client is None or plan.method.data == "union":
         state = global_model(plan, phase, server, store)
     else:
-        state = client_model(plan, phase, server, store, client, averaged_local(plan, phase, store))
+        state = client_model(plan, phase, server, store, client, averaged(plan, phase, store))
     return {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}

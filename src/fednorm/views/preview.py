@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from fednorm.core.phases import Purpose
 from fednorm.data.batches import UNION
 from fednorm.data.summary import summary
-from fednorm.engines.base import Job, start_state
-from fednorm.engines.choose import close_engine, make_engine
+from fednorm.engines.choose import jobs_to_time
 from fednorm.running.config import to_dict
 from fednorm.running.plan import Plan
+from fednorm.running.run import engine_of_its_own
 from fednorm.running.threads import threads_of
-from fednorm.scoring.evaluate import score_rows
 from fednorm.views.describe_model import exchanges
 
 TIMED_STEPS, TIMED_CLIENTS = 3, 10
@@ -44,9 +44,10 @@ def estimate(plan: Plan) -> dict[str, float]:
     union = plan.method.data == "union"
     everyone = (UNION,) if union else federation.training_clients
     share = 1.0 if union else plan.cohort_size / len(everyone)
+    training = [phase for phase in plan.phases if phase.id.purpose is Purpose.TRAIN]
     steps = max(
-        share * sum(plan.num_steps(client, phase) for client in everyone for phase in stage)
-        for stage in plan.method.stages
+        share * sum(plan.num_steps(c, phase) for c in everyone for phase in training if phase.id.stage == stage)
+        for stage in range(len(plan.method.stages))
     )
     scored = len(federation.test_y) + sum(map(len, federation.own_test))
     evaluations = math.ceil(config.rounds / config.eval_every)
@@ -56,29 +57,26 @@ def estimate(plan: Plan) -> dict[str, float]:
 
 def _seconds_of_step(plan: Plan) -> float:
     """Seconds of one step of one client, in the company of a few: an engine may train many at once."""
-    engine = make_engine(plan)[1]
-    phase = plan.method.stages[0][0]
-    everyone = (UNION,) if plan.method.data == "union" else plan.federation.training_clients
-    clients = everyone[: min(plan.cohort_size, TIMED_CLIENTS)]
-    start = start_state(plan, plan.schema(phase), plan.initial(), {})
+    _, engine = engine_of_its_own(plan, None, False)
 
     def train(num_steps: int) -> float:
-        jobs = [Job(client, dict(start), 0, num_steps) for client in clients]
+        phase, jobs = jobs_to_time(plan, min(plan.cohort_size, TIMED_CLIENTS), num_steps)
+        numbers = plan.numbers(phase.id, 1)
         started = time.perf_counter()
-        list(engine.train(phase, 1, jobs, False))
-        return time.perf_counter() - started
+        list(engine.train(phase, numbers, jobs))
+        return (time.perf_counter() - started) / sum(job.num_steps for job in jobs)
 
     try:
         train(1)  # the first step also pays for what torch sets up once
-        return train(TIMED_STEPS) / (TIMED_STEPS * len(clients))
+        return train(TIMED_STEPS)
     finally:
-        close_engine(engine)
+        engine.close()
 
 
 def _seconds_of_example(plan: Plan) -> float:
     federation = plan.federation
     rows = torch.arange(min(len(federation.test_y), plan.config.eval.chunk))
     started = time.perf_counter()
-    sums = score_rows(plan, plan.initial(), (federation.test_x, federation.test_y), rows)
+    sums = plan.scorer.rows(plan.initial(), (federation.test_x, federation.test_y), rows)
     float(sums["loss"])  # waits for the device
     return (time.perf_counter() - started) / len(rows)

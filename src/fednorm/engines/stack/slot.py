@@ -218,5 +218,5 @@ def can_stay(sites: Sites) -> bool:
 
 def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
     """Whether clients can work each for itself in a program, with state that has its place on the device."""
-    special = phase.phase.lockstep or phase.reported or len(phase.passes) > 1 or phase.passes[0].rule.closings
-    return not (special or (phase.kept and UNION in clients))
+    several = len(phase.passes) > 1 or any(each.rule.closings for each in phase.passes)
+    return not (several or phase.phase.lockstep or phase.reported or (phase.kept and UNION in clients))

@@ -174,9 +174,7 @@ class StackTrainer:
             carry = self._pass(phase, each, number, carry, numbers, jobs, probing, losses, probed)
         states = carry.tree
         return [
-            outcome(
-                self.sites, phase, numbers, job, pick(states, row), torch.stack(losses[row]).tolist(), probed[row]
-            )
+            outcome(self.sites, phase, numbers, job, pick(states, row), torch.stack(losses[row]).tolist(), probed[row])
             for row, job in enumerate(jobs)
         ]
 

@@ -1,0 +1,129 @@
+"""Scores of a run, by protocol: which model is tested on which data.
+
+`pooled`      the global model on the whole test set
+`domains`     the global model on each domain's test set, unweighted mean
+`own_client`  each client's model on the test rows that look like its own data, unweighted mean
+`unseen`      the model a newcomer would use, on the own test rows of clients that never train
+`validation`  each client's model on the training rows it set aside; only this may choose a round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fednorm.core import rng
+from fednorm.core.state import Kind, Tree
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.running.plan import Plan
+from fednorm.running.store import Store
+from fednorm.scoring.averages import averaged_local
+from fednorm.scoring.scores import Adapt
+
+Scores = dict[str, dict[str, Any]]
+
+
+def scored(plan: Plan, clients: Sequence[int]) -> tuple[Sequence[int], dict[str, str]]:
+    """The clients whose scores count, and a note: all of them, or a keyed sample, the same in every round."""
+    most = plan.config.eval.max_clients
+    if len(clients) <= most:
+        return clients, {}
+    chosen = rng.subset(rng.key(plan.work.seed, "scored clients"), len(clients), most)
+    return [clients[index] for index in chosen], {"sample": f"{most} of {len(clients)} clients"}
+
+
+def averaged(plan: Plan, phase: PreparedPhase, store: Store) -> Tree:
+    """What a newcomer gets of entries that clients keep: their mean, as the method says."""
+    return averaged_local([phase.schema[key][0] for key in phase.kept], plan.method.newcomer, store)
+
+
+def client_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store, client: int, fallback: Tree) -> Tree:
+    """A client's own model: shared entries from the server, its local ones, or the fallback if it has none."""
+    return phase.start(server, store.get(client).tree or fallback, plan.device)
+
+
+def global_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Tree:
+    """The one model of all: shared entries from the server, the clients' mean of what they keep local."""
+    return phase.start(server, averaged(plan, phase, store), plan.device)
+
+
+def _own_batches(plan: Plan, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The data of a client that never trained, in batches."""
+    rows = plan.federation.clients[client]
+    for part in rows.split(max(2, plan.work.batch_size)):
+        if len(part) < 2 and len(rows) > 1:
+            continue  # as in training, a trailing batch of one example is skipped
+        chosen = part.to(plan.device)
+        yield plan.batches.inputs(plan.federation.x[chosen]), plan.federation.y[chosen]
+
+
+def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Scores:
+    """All protocols that apply to the method and the data."""
+    federation = plan.federation
+    test = (federation.test_x, federation.test_y)
+    average = averaged(plan, phase, store)
+    newcomer = phase.start(server, average, plan.device)
+    personal = plan.method.data == "each" and bool(average)
+    own_weights = Kind.WEIGHT in {phase.schema[key][0].kind for key in average}
+
+    def personal_model(client: int) -> Tree:
+        return client_model(plan, phase, server, store, client, average)
+
+    model_of = personal_model if personal else None
+
+    def mean_over(
+        clients: Sequence[int],
+        pool: tuple[Tensor, Tensor],
+        rows: Sequence[Tensor],
+        model: Callable[[int], Tree] | None,
+        note: dict[str, str],
+        adapt: Adapt | None = None,
+    ) -> dict[str, Any]:
+        """Scores of each client's model, or with None of the newcomer's, on each client's rows."""
+        metric = plan.task.metric
+        own = {client: some for client, some in zip(clients, rows, strict=True) if len(some)}
+        if model is None and adapt is None:
+            sums = plan.scorer.groups(newcomer, pool, list(own.values()))
+        else:
+            states = ((newcomer if model is None else model(client), some) for client, some in own.items())
+            sums = [plan.scorer.rows(state, pool, some, adapt) for state, some in states]
+        scores = {client: plan.task.summary(total)[metric] for client, total in zip(own, sums, strict=True)}
+        mean = sum(scores.values()) / len(scores)
+        return {metric: mean, "worst": min(scores.values()), "per_client": scores, **note}
+
+    result: Scores = {}
+    trained, note = scored(plan, federation.training_clients)
+    if own_weights:
+        everything = torch.arange(len(federation.test_y))
+        owners, about = scored(plan, [client for client in store.holding(average) if client not in federation.unseen])
+        result["pooled"] = mean_over(owners, test, [everything] * len(owners), model_of, about)
+        result["pooled"]["how"] = "mean over the clients' own models"
+    else:
+        how = "averaged local state" if average else "global model"
+        result["pooled"] = {**plan.task.summary(plan.scorer.rows(newcomer, test)), "how": how}
+    if federation.domains:
+        sums = {name: plan.scorer.rows(newcomer, test, rows) for name, rows in federation.domains.items()}
+        scores = {name: plan.task.summary(each)[plan.task.metric] for name, each in sums.items()}
+        result["domains"] = {plan.task.metric: sum(scores.values()) / len(scores), "per_domain": scores}
+    if any(len(federation.own_test[c]) for c in trained):
+        result["own_client"] = mean_over(trained, test, [federation.own_test[c] for c in trained], model_of, note)
+    unseen, about = scored(plan, sorted(federation.unseen))
+    if any(len(federation.own_test[c]) for c in unseen):
+        rule = plan.method.newcomer
+        spec = plan.step_spec(phase.passes[-1])
+        result["unseen"] = mean_over(
+            unseen,
+            test,
+            [federation.own_test[c] for c in unseen],
+            (lambda c: rule.from_data(spec, newcomer, _own_batches(plan, c))) if rule.uses_data else None,
+            about,
+            (lambda state, x: rule.from_batch(spec, state, x)) if rule.uses_batches else None,
+        )
+        result["unseen"]["how"] = rule.name
+    held = [plan.batches.split(c)[1] for c in trained] if plan.config.data.val_fraction else []
+    if any(map(len, held)):
+        result["validation"] = mean_over(trained, (federation.x, federation.y), held, model_of, note)
+    return result
