@@ -25,7 +25,7 @@ from fednorm.running.plan import Plan
 from fednorm.running.records import RoundRow as Row
 from fednorm.running.records import RunId
 from fednorm.running.run import Run
-from fednorm.running.same_program import engine_maker, same_program
+from fednorm.running.same_program import same_program
 from fednorm.running.store import Store
 from test_stacked import gap
 

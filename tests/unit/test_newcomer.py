@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fednorm.scoring.newcomer import newcomer_model
 from torch import nn
 
 import tiny
@@ -17,7 +18,6 @@ from fednorm.layers.batch_stats import moments
 from fednorm.pieces.newcomers import Track
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
-from fednorm.scoring.newcomer import newcomer_model
 
 
 def with_newcomer() -> Federation:
