@@ -43,6 +43,12 @@ VARIANTS = (
     *("fedavgm+hbn", "fedprox+silobn", "fedbn+local-momentum", "fedavgm+global-momentum"),
     *("fedbn+gn", "gn+fedbn"),  # refused
 )
+# Workers start anew with every run, seconds each on a busy machine, and then run the sequential engine's code: these have
+# all that is sent to them, which is own state, momentum, layers that a method puts in, a query, a finish and lock-step.
+FOR_WORKERS = (
+    *("fedavg", "fedbn", "fedbs", "fedtan", "fedwon", "sbn", "posthoc", "brn", "fedavgm+hbn", "fedadam+fixbn"),
+    *("fixbn+local-momentum", "fedavgm+global-momentum", "fedadam+decoupled", "standalone"),
+)
 SETTINGS: dict[str, Any] = {
     "rounds": 4,
     "local_steps": 2,
@@ -218,11 +224,9 @@ def _text(data: bytes) -> str:
 
 
 def cases(engine: str, expressions: list[str]) -> Iterator[tuple[int, str, str]]:
-    """(number, expression, participation) of every run.
-
-    Workers start anew with every run, which takes longer than the run: they get the participations in turn.
-    """
-    for number, expression in enumerate(expressions or [*fednorm.known_methods(), *VARIANTS]):
+    """(number, expression, participation) of every run; of workers, each expression in one participation, in turn."""
+    everything = FOR_WORKERS if engine == "workers" else [*fednorm.known_methods(), *VARIANTS]
+    for number, expression in enumerate(expressions or everything):
         turn = list(PARTICIPATIONS)[number % 2]
         for participation in [turn] if engine == "workers" else PARTICIPATIONS:
             yield number, expression, participation
