@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,8 @@ QUICK = (
 )
 SECONDS = 1800
 """How long one engine may take; a rank whose partner died of a bug would wait as long."""
+PLAYERS: list[subprocess.Popen[bytes]] = []
+"""All that were started, to be ended with this process."""
 
 Played = dict[tuple[str, str], dict[str, Any]]
 """What each run left, by expression and participation."""
@@ -105,6 +108,7 @@ def play(checkout: Path, engine: str, methods: list[str], folder: Path, keep: bo
             stdout=stderr,
             stderr=stderr,
         )
+        PLAYERS.append(process)
         try:
             process.wait(SECONDS)
         except subprocess.TimeoutExpired:
@@ -142,7 +146,7 @@ def play_all(sides: list[Side], options: argparse.Namespace, work: Path) -> dict
         places = {side: held.enter_context(checked_out(side)) for side in dict.fromkeys(side for side, _ in left)}
 
         def one(side: Side, engine: str) -> None:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             folder = work / side.name.lower() / engine
             file, trouble = play(places[side], engine, options.methods, folder, options.keep is not None)
             found[side, engine] = read_played(file), trouble
@@ -151,11 +155,18 @@ def play_all(sides: list[Side], options: argparse.Namespace, work: Path) -> dict
                 draft = cached[side, engine].with_suffix(f".{os.getpid()}.part")
                 shutil.copyfile(file, draft)
                 draft.replace(cached[side, engine])
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             print(f"{side}, {engine}: {len(found[side, engine][0])} runs in {seconds:.0f} s {trouble}", flush=True)
 
-        for each in [two.submit(one, side, engine) for side, engine in left]:
-            each.result()
+        begun = [two.submit(one, side, engine) for side, engine in left]
+        try:
+            for each in begun:
+                each.result()
+        except BaseException:  # also a signal: players end, so that checkouts can be removed
+            two.shutdown(wait=False, cancel_futures=True)
+            for process in PLAYERS:
+                process.terminate()
+            raise
     return found
 
 
@@ -256,6 +267,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # an exit removes what was made, a kill not
     try:
         sides = [
             Side("BASE", find_commit(options.base)),
