@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from fednorm.data.federation import from_clients as from_clients
     from fednorm.errors import ConfigError as ConfigError
     from fednorm.errors import FednormError as FednormError
+    from fednorm.halves import wire as wire
+    from fednorm.halves.founding import found as found
     from fednorm.halves.loop import load as load
     from fednorm.halves.loop import local_rules as local_rules
     from fednorm.halves.loop import merge as merge
     from fednorm.halves.loop import split as split
-    from fednorm.halves.merging import Update as Update
+    from fednorm.halves.messages import Update as Update
     from fednorm.halves.prepared import prepare as prepare
+    from fednorm.halves.server import Server as Server
+    from fednorm.halves.site import Site as Site
     from fednorm.methods import known_methods as known_methods
     from fednorm.methods import parse as parse
     from fednorm.running.api import run as run
@@ -42,9 +46,12 @@ _HOME = {
     "Part": "core.method",
     "Policy": "core.state",
     "RunConfig": "running.config",
-    "Update": "halves.merging",
+    "Server": "halves.server",
+    "Site": "halves.site",
+    "Update": "halves.messages",
     "compare": "running.comparison",
     "entries": "core.state",
+    "found": "halves.founding",
     "from_clients": "data.federation",
     "kinds": "core.state",
     "known_methods": "methods",
@@ -57,6 +64,7 @@ _HOME = {
     "register_norm": "core.state",
     "run": "running.api",
     "split": "halves.loop",
+    "wire": "halves",
 }
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -64,7 +72,9 @@ __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fednorm' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"fednorm.{_HOME[name]}"), name)
+    home = f"fednorm.{_HOME[name]}"
+    found = getattr(importlib.import_module(home), name, None)
+    return importlib.import_module(f"{home}.{name}") if found is None else found
 
 
 def __dir__() -> list[str]:

@@ -245,25 +245,25 @@ class Server:
     # -- over a wire --
 
     def requests(self) -> dict[int, Request]:
-        """What each client of the open exchange is to be asked; empty once the run is over.
+        """What clients of the open exchange that have not answered are to be asked; empty once the run is over.
 
         Who sends them must have the state on disk first: what clients build on must not be lost.
         """
         exchange = self.open()
         if exchange is None:
             return {}
-        tree = {key: self.held.tree[key] for key in exchange.phase.sent}
+        tree, address = {key: self.held.tree[key] for key in exchange.phase.sent}, self._address()
         return {
             client: Request(
                 client=client,
-                address=self._address(),
+                address=address,
                 round=exchange.round,
                 phase=exchange.phase.id,
                 numbers=exchange.numbers,
                 accepted=self._accepted.get(client, 0),
                 tree=tree,
             )
-            for client in exchange.cohort
+            for client in self.missing
         }
 
     def take(self, answer: Update | Scores) -> bool:

@@ -141,8 +141,14 @@ class Site:
         versions = {"fednorm": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return Hello(name=name, num_examples=num_examples, schema=model_digest(model), versions=versions)
 
+    def answer(self, request: Request, mine: Mine) -> tuple[Update | Scores, Mine]:
+        """Do what a request asks for, work or a test: what goes to the server, and what this client keeps."""
+        if request.purpose is Purpose.SCORE:
+            return self.score(request, mine), mine.as_of(request.accepted)
+        return self.work(request, mine)
+
     def work(self, request: Request, mine: Mine) -> tuple[Update, Mine]:
-        """Do what a request asks for: what goes to the server, and what this client keeps.
+        """Train, or take statistics: what goes to the server, and what this client keeps.
 
         What it keeps counts once a later request names this exchange as accepted.
         """

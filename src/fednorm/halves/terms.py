@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from fednorm.core.method import Method, Phase
 from fednorm.core.report import BySize, Uniform
 from fednorm.core.state import digest, entries
+from fednorm.data.streams import batches_per_epoch
 from fednorm.errors import ConfigError, WireError
 from fednorm.halves.agreed import Agreed
 from fednorm.halves.messages import LocalWork, Terms
@@ -53,6 +55,20 @@ def with_weights(method: Method, weights: str) -> Method:
         return replace(phase, weigh=swapped)
 
     return method.map_phases(change)
+
+
+def typical_steps(work: LocalWork, sizes: Mapping[int, int]) -> int:
+    """Steps of an average client in a round, for layers whose schedule spans the training.
+
+    `sizes` says how many clients train on so many examples: there may be a million clients, but not a million sizes.
+
+    >>> typical_steps(LocalWork(unit="epochs", amount=2, batch_size=10), {20: 3, 40: 1})
+    5
+    """
+    if work.unit == "steps":
+        return work.amount
+    steps = sum(count * batches_per_epoch(size, work.batch_size) for size, count in sizes.items() if size)
+    return max(1, round(work.amount * steps / sum(sizes.values())))
 
 
 def terms_of(agreed: Agreed, *, run: str, weights: str = "size", model: str = "") -> Terms:

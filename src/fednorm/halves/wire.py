@@ -1,7 +1,7 @@
 """Messages on their way: as (header, tree) for frameworks that carry tensors, as bytes for sockets and files.
 
 `to_parts` and `from_parts` are the first level, `encode` and `decode` the second, `send` and `receive` put the bytes on
-a stream. The `check_` functions compare what arrived with what was agreed. All of them refuse with a `WireError`, which
+a stream; `save` and `load` keep what must survive a restart. The `check_` functions compare what arrived with what was agreed. All of them refuse with a `WireError`, which
 names client, exchange and entry as far as they are known, and never with anything else. Values are judged elsewhere
 (`merging.flaws`): a client whose training diverged can say so, and is refused by name.
 """
@@ -34,6 +34,7 @@ from fednorm.halves.messages import (
     Update,
     Welcome,
 )
+from fednorm.halves.wire_files import load, load_mine, save, save_mine
 from fednorm.halves.wire_format import Limits, Where, as_object, limits_for, pack, seal, short, unpack, unseal
 
 __all__ = [
@@ -47,7 +48,11 @@ __all__ = [
     "encode",
     "from_parts",
     "limits_for",
+    "load",
+    "load_mine",
     "receive",
+    "save",
+    "save_mine",
     "send",
     "to_parts",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fednorm.core.state import Tree
-from fednorm.errors import CheckpointError, DiskError, WireError
+from fednorm.errors import CheckpointError, WireError
+from fednorm.files import written_whole
 from fednorm.halves.mine import ClientState, Mine
 from fednorm.halves.wire_format import Limits, as_object, pack, seal, unpack, unseal
 
 _OWN = Limits(max_bytes=sys.maxsize, max_entries=sys.maxsize, max_header=sys.maxsize)
 """A file is no stranger: it may be as large as it is."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def save(path: Path, header: Mapping[str, Any], trees: Mapping[str, Tree]) -> None:
@@ -27,19 +26,11 @@ def save(path: Path, header: Mapping[str, Any], trees: Mapping[str, Tree]) -> No
     """
     # The header goes as a text: strict JSON, which the wire asks for, has no NaN.
     data = pack(*seal("file", {"header": json.dumps(dict(header), sort_keys=True)}, trees))
-    draft = path.with_name(path.name + ".part")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        if error.errno in _FULL:
-            raise DiskError(f"'{path}' cannot be written: {error.strerror}; free some space and resume") from error
-        raise
+    with written_whole(path) as draft:
+        draft.unlink(missing_ok=True)  # one that a kill left behind may be open to others
+        draft.touch(0o600)
+        draft.write_bytes(data)
+    _sync_folder(path.parent)
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Tree]]:

@@ -22,13 +22,12 @@ from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
 from fednorm.data.federation import Federation
-from fednorm.data.streams import batches_per_epoch
 from fednorm.engines.machine import find_device
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
-from fednorm.halves.terms import agree
+from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
 from fednorm.running.config import RunConfig
 from fednorm.running.store import load_tree
@@ -109,7 +108,7 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
     """What every client does in a round, as a config says."""
     train = config.train
     unit, amount = config.local_work()
-    return LocalWork(
+    work = LocalWork(
         seed=config.seed,
         rounds=config.rounds,
         unit=unit,
@@ -125,25 +124,17 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         schedule=train.schedule,
         dtype=train.dtype,
         chunk=config.eval.chunk,
-        total_steps=config.rounds * _typical_steps(config, federation, method),
     )
-
-
-def _typical_steps(config: RunConfig, federation: Federation, method: Method) -> int:
-    """Steps of an average client in a round, for layers whose schedule spans the training."""
-    unit, amount = config.local_work()
-    if unit == "steps":
-        return amount
-    size, held = config.train.batch_size, config.data.val_fraction
-    # By size, since there may be a million clients but not a million sizes.
-    counts = size_counts(federation)
-    kept = {n: n - num_held(n, held) for n in counts}
-    if method.data == "union":
-        cohort = min(config.clients_per_round or counts.total(), counts.total())
-        total = sum(count * kept[n] for n, count in counts.items())
-        return max(1, amount * batches_per_epoch(total, size * cohort)) if total else 1
-    steps = sum(count * batches_per_epoch(kept[n], size) for n, count in counts.items() if kept[n])
-    return max(1, round(amount * steps / counts.total()))
+    held = config.data.val_fraction
+    sizes = Counter[int]()
+    for size, count in size_counts(federation).items():
+        sizes[size - num_held(size, held)] += count
+    steps = typical_steps(work, sizes)
+    if method.data == "union" and unit == "epochs":  # one client with all data, on batches as large as a cohort's
+        cohort = min(config.clients_per_round or sizes.total(), sizes.total())
+        whole = {sum(size * count for size, count in sizes.items()): 1}
+        steps = typical_steps(replace(work, batch_size=train.batch_size * cohort), whole)
+    return replace(work, total_steps=config.rounds * steps)
 
 
 def size_counts(federation: Federation) -> Counter[int]:
