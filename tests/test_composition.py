@@ -88,7 +88,7 @@ def test_both_parts_act_and_their_order_does_not_matter(expression: str) -> None
 
 def test_three_parts_in_any_order() -> None:
     orders = ["+".join(parts) for parts in itertools.permutations(["fixbn", "fedprox", "fedadam"])]
-    assert len({digest(tiny.play(tiny.plan(order, **SMALL)).server) for order in orders}) == 1
+    assert len({digest(tiny.play(tiny.plan(order, **SMALL)).server.tree) for order in orders}) == 1
 
 
 def policies(method: Method, stage: int = 0) -> dict[Kind, Policy]:
@@ -120,7 +120,7 @@ def test_frozen_affine_has_no_momentum_to_send() -> None:
 def test_fedbn_with_fedadam_remembers_nothing_about_what_stays_local() -> None:
     made = tiny.plan("fedbn+fedadam", rounds=2)
     run = tiny.play(made)
-    layers = {key.split("|")[1] for key in run.merge_memory}
+    layers = {key.split("|")[1] for key in run.server.held.memory}
     batch_norms = {entry.layer for entry in made.prepared.entries if entry.batch_norm}
     assert layers
     assert not layers & batch_norms

@@ -64,5 +64,5 @@ def test_an_interrupted_run_on_the_device_goes_on_to_the_same_bits(method: str) 
     first.stop()
     second = Run(first.plan, store)
     list(second.rounds())
-    for key, value in whole.server.items():
-        assert torch.equal(value, second.server[key]), key
+    for key, value in whole.server.tree.items():
+        assert torch.equal(value, second.server.tree[key]), key

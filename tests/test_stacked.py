@@ -18,9 +18,9 @@ PAIRS = ("fixbn+global-momentum", "fedwon+fedprox", "fedbn+fedadam", "fedbs+gn",
 def gap(left: Run, right: Run) -> float:
     """The largest difference of the two servers, relative to the size of each tensor."""
     worst = 0.0
-    for key, value in left.server.items():
+    for key, value in left.server.tree.items():
         scale = value.double().abs().max().clamp_min(1e-3)
-        worst = max(worst, float((value.double() - right.server[key].double()).abs().max() / scale))
+        worst = max(worst, float((value.double() - right.server.tree[key].double()).abs().max() / scale))
     return worst
 
 
@@ -74,11 +74,11 @@ def test_a_cohort_larger_than_memory_is_split(monkeypatch: pytest.MonkeyPatch) -
     tried: list[int] = []
     whole = StackedEngine._train_stack
 
-    def scarce(self: StackedEngine, phase, round, jobs, probing):
+    def scarce(self: StackedEngine, phase, numbers, jobs, probing):
         tried.append(len(jobs))
         if len(jobs) > 2:
             raise torch.OutOfMemoryError("scarce")
-        return whole(self, phase, round, jobs, probing)
+        return whole(self, phase, numbers, jobs, probing)
 
     data = tiny.federation((8, 8, 8, 8, 8))
     reference = tiny.play(tiny.plan("fedavg", data=data, rounds=2))

@@ -269,8 +269,8 @@ def test_auto_measures_a_long_run_and_says_what_it_chose(
     assert run.store.facts()["engine"] == run.engine_name
     list(run.rounds())
     assert multiprocessing.active_children() == []
-    for key, value in reference.server.items():
-        torch.testing.assert_close(run.server[key], value, rtol=1e-10, atol=1e-10)
+    for key, value in reference.server.tree.items():
+        torch.testing.assert_close(run.server.tree[key], value, rtol=1e-10, atol=1e-10)
     if run.engine_name != "stacked":  # which agrees up to rounding
         assert tiny.fingerprint(run)["server"] == tiny.fingerprint(reference)["server"]
 
