@@ -12,6 +12,7 @@ import torch
 import tiny
 from checks import keys_of
 from fednorm.core.method import Method
+from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.state import Kind, Policy, digest
 from fednorm.errors import ConfigError
 from fednorm.methods import known_methods, parse
@@ -109,7 +110,7 @@ def test_fixbn_with_global_momentum_shares_buffers_in_both_stages() -> None:
 
 def test_frozen_affine_has_no_momentum_to_send() -> None:
     made = tiny.plan("fixbn(affine=true)+global-momentum", rounds=4)
-    first, second = (made.schema(stage[0]) for stage in made.method.stages)
+    first, second = (made.phase(PhaseId(Purpose.TRAIN, stage)).schema for stage in (0, 1))
     affine = {f"momentum:{key}" for key in keys_of(made.prepared.entries, Kind.AFFINE)}
     assert affine <= first.keys()
     assert not affine & second.keys()

@@ -157,7 +157,7 @@ def test_a_resumed_run_with_partial_participation_equals_an_uninterrupted_one(ex
 
 @every_expression
 def test_what_is_sent_and_kept_follows_the_policies(expression: str) -> None:
-    run, spy, _ = spied(expression)
+    _, spy, _ = spied(expression)
     for phase, jobs, outcomes in spy.log:
         schema = phase.schema
         assert {job.client for job in jobs} == {outcome.update.client for outcome in outcomes}

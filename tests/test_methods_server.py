@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ import tiny
 from checks import EXACT, average, keys_of, only, spied
 from fednorm.core.method import Phase
 from fednorm.core.report import Report
-from fednorm.core.state import Kind, Policy, Tree, digest
+from fednorm.core.state import Kind, Tree, digest
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.halves.merging import Update, keys_with, merge_updates
+from fednorm.halves.merging import merge_updates
+from fednorm.halves.messages import Update
+from fednorm.halves.training import Job, Outcome
 from fednorm.methods import parse
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
@@ -27,6 +30,12 @@ TRAINED = (Kind.WEIGHT, Kind.AFFINE)
 
 def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.allclose(left, right, rtol=0, atol=EXACT))
+
+
+def trained(made: Plan, round: int, jobs: Sequence[Job]) -> list[Outcome]:
+    """What the first phase of a plan makes of some clients' work in a round."""
+    phase = made.phases[0]
+    return list(SequentialEngine(made).train(phase, made.numbers(phase.id, round), jobs))
 
 
 # -- FedBS --
@@ -63,10 +72,10 @@ def test_i19_after_the_switch_fedbs_is_fedprox_with_equal_weights() -> None:
     for key in keys_of(made.prepared.entries, Kind.WEIGHT, Kind.AFFINE, Kind.STATISTIC):
         assert close(run.server.tree[key], average(second.outcomes, [1 / 3] * 3, key))
     fedprox = tiny.plan("fedprox(mu=0.5)", rounds=2)
-    again = SequentialEngine(fedprox).train(fedprox.phases[0], 2, second.jobs, False)
+    again = trained(fedprox, 2, second.jobs)
     assert [digest(o.update.shared) for o in again] == [digest(o.update.shared) for o in second.outcomes]
     plain = tiny.plan("fedavg", rounds=2)
-    without = SequentialEngine(plain).train(plain.phases[0], 1, first.jobs, False)
+    without = trained(plain, 1, first.jobs)
     assert [digest(o.update.shared) for o in without] == [digest(o.update.shared) for o in first.outcomes]
 
 
@@ -93,11 +102,8 @@ def test_identical_clients_leave_statistics_unchanged(model: str) -> None:
     made = tiny.plan(model)
     phase = made.phases[0]
     state = {key: value + 1 for key, value in made.initial().items()}
-    same = [
-        Update(Report(client, size), only(state, keys_with(made.schema(phase), Policy.SHARED)))
-        for client, size in enumerate((3, 5, 9))
-    ]
-    merged, _ = merge_updates(phase, made.initial(), same, made.schema(phase), {})
+    same = [Update(Report(client, size), only(state, phase.shared)) for client, size in enumerate((3, 5, 9))]
+    merged, _ = merge_updates(phase.phase, made.initial(), same, phase.schema, {})
     for key in keys_of(made.prepared.entries, Kind.STATISTIC, Kind.COUNTER):
         assert torch.allclose(merged[key], state[key], rtol=1e-15, atol=0)
 
@@ -176,7 +182,7 @@ BATCH_NORM = tiny.plan("fedavg", model=tiny.conv_net())
 
 def fifty_rounds(phase: Phase, variances: list[float]) -> list[Tree]:
     """The server's states while two clients report variances that swing, as they do early in training."""
-    schema = BATCH_NORM.schema(phase)
+    schema = BATCH_NORM.prepared.schema(phase, BATCH_NORM.optimizer)
     server, memory, states = BATCH_NORM.initial(), {}, []
     for round in range(50):
         updates = []
@@ -214,6 +220,7 @@ def test_the_memory_of_a_server_optimizer_survives_a_resume(method: str, tmp_pat
     first.close()
     again = Store(tmp_path / "state.sqlite")
     resumed = Run(tiny.plan(method, engine__checkpoint_every=1), again)
+    assert resumed.round == 2
     assert digest(resumed.server.held.memory) == before
     list(resumed.rounds())
     assert digest(resumed.server.tree) == digest(whole.server.tree)

@@ -16,6 +16,7 @@ from fednorm.models.blocks import BasicBlock, conv
 from fednorm.models.resnet import ResNet
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.plan import Plan, make_plan
+from fednorm.running.records import RoundRow, read_row
 from fednorm.running.run import Run
 from fednorm.running.store import Store
 
@@ -126,6 +127,12 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "switch": run.server.switch_memory,
         "rows": [{key: value for key, value in row.items() if key != "seconds"} for row in run.store.rows()],
     }
+
+
+def row(number: int, clients: int = 3) -> RoundRow:
+    """The row of a round in which nothing was sent."""
+    sent = dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)
+    return read_row({"round": number, "stage": 0, "clients": clients, **sent})
 
 
 def union_batch(made: Plan, k: int) -> tuple[Tensor, Tensor]:
