@@ -160,7 +160,10 @@ def test_other_programs_have_their_own_stack() -> None:
     settings = [{"method": method, "seed": seed} for method in ("fedavg", "fedbn") for seed in (0, 1)]
     plans = [made(**each) for each in settings]
     runs = sharing(plans)
-    assert [list(stack_of(run).runs) for run in runs] == [plans[:2], plans[:2], plans[2:], plans[2:]]
+    stacks = [stack_of(run) for run in runs]
+    assert [stacks.index(stack) for stack in stacks] == [0, 0, 2, 2]
+    for stack, own in ((stacks[0], plans[:2]), (stacks[2], plans[2:])):
+        assert [(sites.method, sites.work) for sites in stack.runs] == [(plan.method, plan.work) for plan in own]
     assert_as_alone(runs, rows_of(runs), settings)
 
 

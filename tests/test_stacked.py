@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from fednorm.engines.stack.stacked import StackedEngine
+from fednorm.engines.stack.stacked import StackTrainer
 from fednorm.methods import known_methods
 from fednorm.running.run import Run
 from fednorm.running.store import Store
@@ -72,9 +72,9 @@ def test_reports_and_probes_agree() -> None:
 def test_a_cohort_larger_than_memory_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a stack does not fit, halves are tried, and the result is the same."""
     tried: list[int] = []
-    whole = StackedEngine._train_stack
+    whole = StackTrainer._train_stack
 
-    def scarce(self: StackedEngine, phase, numbers, jobs, probing):
+    def scarce(self: StackTrainer, phase, numbers, jobs, probing):
         tried.append(len(jobs))
         if len(jobs) > 2:
             raise torch.OutOfMemoryError("scarce")
@@ -82,7 +82,7 @@ def test_a_cohort_larger_than_memory_is_split(monkeypatch: pytest.MonkeyPatch) -
 
     data = tiny.federation((8, 8, 8, 8, 8))
     reference = tiny.play(tiny.plan("fedavg", data=data, rounds=2))
-    monkeypatch.setattr(StackedEngine, "_train_stack", scarce)
+    monkeypatch.setattr(StackTrainer, "_train_stack", scarce)
     split = tiny.play(tiny.plan("fedavg", data=data, rounds=2, engine__name="stacked"))
     assert gap(reference, split) < 1e-10
     assert tried == [5, 2, 2, 1, 2, 2, 1]
