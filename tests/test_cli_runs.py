@@ -11,11 +11,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import tiny
 from command import TINY, fednorm
 from fednorm.core.state import Kind, kinds
 from fednorm.running.folder import RunFolder
 from fednorm.running.observers import guarded, watching
-from fednorm.running.records import RoundRow, RunId, new_row
+from fednorm.running.records import RoundRow, RunId
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +199,7 @@ def test_a_failing_observer_warns_once(capsys: pytest.CaptureFixture[str]) -> No
 
     tell = guarded(fail)
     for number in (1, 2):
-        tell(RunId("fedavg", 0), new_row(round=number, stage=0, clients=5))
+        tell(RunId("fedavg", 0), tiny.row(number))
     assert len(asked) == 1
     assert capsys.readouterr().err == "warning: function failed (no space for events); the run goes on without it\n"
 
@@ -213,7 +214,7 @@ def test_a_terminal_gets_bars() -> None:
     screen = Terminal()
     with watching(2, stream=screen, runs=2) as tell:
         for number in (1, 2):
-            row = new_row(round=number, stage=0, clients=5)
+            row = tiny.row(number)
             tell(RunId("fixbn", 0), row | {"seconds": 0.5, "eval": {"pooled": {"accuracy": 50.0 + number}}})
     assert "[1/2] fixbn seed 0  accuracy 52.0  1 s" in screen.getvalue()
 

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from command import TINY, fednorm, start
+from fednorm.running.folder import RunFolder
+from fednorm.running.store import Store
 
 # Enough rounds that a signal always finds the run at work; scoring only at the end keeps them cheap.
-LONG = (*TINY, "--rounds", "80", "--set", "eval.every=80", "--method", "fedbn+local-momentum")
+EVERY_OTHER = ("--set", "engine.checkpoint_every=2")
+LONG = (*TINY, *EVERY_OTHER, "--rounds", "80", "--set", "eval.every=80", "--method", "fedbn+local-momentum")
 
 
 @contextlib.contextmanager
@@ -40,6 +43,15 @@ def wait_for_rounds(process: subprocess.Popen[str], folder: Path, count: int) ->
         time.sleep(0.05)
 
 
+def committed(folder: Path) -> int:
+    """The round from which a run would go on."""
+    store = Store(RunFolder(folder).state)
+    try:
+        return store.facts()["round"]
+    finally:
+        store.close()
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the run that nobody stops."""
@@ -55,6 +67,7 @@ def test_kill_and_resume_give_the_same_bits(tmp_path: Path, whole: str) -> None:
         process.kill()
         process.communicate()
     assert not (tmp_path / "run" / "result.json").exists()
+    assert 2 <= committed(tmp_path / "run") < 80
     done = fednorm("resume", tmp_path / "run", "--json", "--quiet")
     assert done.json["runs"][0]["digest"] == whole
     rows = [json.loads(line)["round"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -72,6 +85,7 @@ def test_a_signal_stops_between_rounds_and_says_how_to_go_on(
     assert process.returncode == code
     stopped = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
     assert err == f"stopped after round {stopped}; continue with: fednorm resume run\n"
+    assert 3 <= committed(tmp_path / "run") == stopped < 80
     assert fednorm("resume", tmp_path / "run", "--json", "--quiet").json["runs"][0]["digest"] == whole
 
 
@@ -87,6 +101,7 @@ def test_a_killed_comparison_leaves_no_worker_behind(tmp_path: Path) -> None:
     while any(_alive(owner) for owner in owners):
         assert time.monotonic() < limit, "workers outlived the process that started them"
         time.sleep(0.1)
+    assert all(2 <= committed(tmp_path / "both" / name) < 80 for name in names)
     done = fednorm("resume", tmp_path / "both", "--json", "--quiet")
     assert [run["rounds_done"] for run in done.json["runs"]] == [80, 80]
 

@@ -12,6 +12,7 @@ import torch
 import tiny
 from checks import keys_of
 from fednorm.core.method import Method
+from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.state import Kind, Policy, digest
 from fednorm.errors import ConfigError
 from fednorm.methods import known_methods, parse
@@ -88,7 +89,7 @@ def test_both_parts_act_and_their_order_does_not_matter(expression: str) -> None
 
 def test_three_parts_in_any_order() -> None:
     orders = ["+".join(parts) for parts in itertools.permutations(["fixbn", "fedprox", "fedadam"])]
-    assert len({digest(tiny.play(tiny.plan(order, **SMALL)).server) for order in orders}) == 1
+    assert len({digest(tiny.play(tiny.plan(order, **SMALL)).server.tree) for order in orders}) == 1
 
 
 def policies(method: Method, stage: int = 0) -> dict[Kind, Policy]:
@@ -109,7 +110,7 @@ def test_fixbn_with_global_momentum_shares_buffers_in_both_stages() -> None:
 
 def test_frozen_affine_has_no_momentum_to_send() -> None:
     made = tiny.plan("fixbn(affine=true)+global-momentum", rounds=4)
-    first, second = (made.schema(stage[0]) for stage in made.method.stages)
+    first, second = (made.phase(PhaseId(Purpose.TRAIN, stage)).schema for stage in (0, 1))
     affine = {f"momentum:{key}" for key in keys_of(made.prepared.entries, Kind.AFFINE)}
     assert affine <= first.keys()
     assert not affine & second.keys()
@@ -120,7 +121,7 @@ def test_frozen_affine_has_no_momentum_to_send() -> None:
 def test_fedbn_with_fedadam_remembers_nothing_about_what_stays_local() -> None:
     made = tiny.plan("fedbn+fedadam", rounds=2)
     run = tiny.play(made)
-    layers = {key.split("|")[1] for key in run.merge_memory}
+    layers = {key.split("|")[1] for key in run.server.held.memory}
     batch_norms = {entry.layer for entry in made.prepared.entries if entry.batch_norm}
     assert layers
     assert not layers & batch_norms

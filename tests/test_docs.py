@@ -100,7 +100,7 @@ def test_the_page_on_adding_a_method_adds_one_that_trains(tmp_path: Path) -> Non
         moved = dict.fromkeys((Kind.WEIGHT, Kind.AFFINE), 0.0)
         for key, entry in made.prepared.facts.entries.items():
             if entry.kind in moved:
-                moved[entry.kind] += float((run.server[key] - made.prepared.initial[key]).abs().sum())
+                moved[entry.kind] += float((run.server.tree[key] - made.prepared.initial[key]).abs().sum())
         return moved
 
     frozen, slow, usual = trained(0.0), trained(0.1), trained(1.0)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny
 from command import TINY, fednorm
 from fednorm.errors import ConfigError, DiskError
 from fednorm.files import disk_errors, draft_of, write_json, written_whole
 from fednorm.running.folder import RunFolder
-from fednorm.running.records import new_row
 from fednorm.running.store import save_tree
 
 FULL = "cannot be written: No space left on device; free some space and resume"
@@ -90,7 +90,7 @@ def test_an_export(ended: Path, tmp_path: Path) -> None:
 
 def test_a_row_of_a_round(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    rows = [new_row(round=number, stage=0, clients=3) for number in (1, 2, 3)]
+    rows = [tiny.row(number) for number in (1, 2, 3)]
     with folder.metrics_open(rows[:1]) as add:
         add(rows[1])
         size = folder.metrics.stat().st_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import tiny
-from checks import warmed_up
-from fednorm.core.method import Phase
+from checks import spied, warmed_up
 from fednorm.core.state import Kind, Tree, digest, entries, tree_bytes
 from fednorm.core.step import training_mode
-from fednorm.engines.base import Job, Outcome
+from fednorm.engines.base import Train
 from fednorm.halves.prepared import prepare
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.training import Job, Outcome
 from fednorm.methods import parse
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
@@ -52,7 +53,7 @@ def distance(left: Tree, right: Tree) -> float:
 def one_round(method: str, model: nn.Module | None = None) -> tuple[Plan, Tree]:
     data = tiny.federation(equal_batches())
     made = tiny.plan(method, data=data, model=model, train__batch_size=6, **ONE_STEP)
-    return made, tiny.play(made).server
+    return made, tiny.play(made).server.tree
 
 
 @pytest.mark.parametrize("method", ["gn", "ln", "in", "gn(groups=4)", "fedprox(mu=1.0)+gn"])
@@ -79,7 +80,7 @@ def test_i02_the_centralized_method_takes_that_step_too() -> None:
     changes = {**ONE_STEP, "train__batch_size": 6}
     federated = tiny.play(tiny.plan("fixbn(at=0)", data=data, model=model, **changes))
     centralized = tiny.play(tiny.plan("centralized+fixbn(at=0)", data=data, model=model, **changes))
-    assert distance(federated.server, centralized.server) < EXACT
+    assert distance(federated.server.tree, centralized.server.tree) < EXACT
 
 
 @pytest.mark.parametrize("kept", ["local-momentum", "global-momentum", ""])
@@ -98,7 +99,7 @@ def test_i03_with_maintained_momentum_it_is_centralized_momentum_sgd_and_without
         with training_mode(twin, frozenset({Kind.STATISTIC})):
             made.task.loss(twin(x), y).backward()
         optimizer.step()
-    server = tiny.play(made).server
+    server = tiny.play(made).server.tree
     gap = distance({entry.key: server[entry.key] for entry in made.prepared.entries}, dict(twin.state_dict()))
     assert gap < EXACT if kept else gap > 1e-4
 
@@ -117,7 +118,7 @@ def test_i04_after_the_freeze_statistics_and_counters_keep_their_bits() -> None:
     frozen = [e.key for e in made.prepared.entries if e.kind in (Kind.STATISTIC, Kind.COUNTER)]
     seen = []
     for row in run.rounds():
-        seen.append((row["stage"], digest({key: run.server[key] for key in frozen})))
+        seen.append((row["stage"], digest({key: run.server.tree[key] for key in frozen})))
     assert [stage for stage, _ in seen] == [0, 0, 1, 1, 1]
     bits = [mark for _, mark in seen]
     assert bits[0] != bits[1]
@@ -136,22 +137,23 @@ def test_i04_with_held_statistics_training_mode_computes_what_evaluation_compute
     assert not torch.allclose(moving, expected)
 
 
-class Backwards:
-    """The engine, asked and answering in another order."""
+def backwards(train: Train) -> Train:
+    """Training that is asked and answers in another order."""
 
-    def __init__(self, run: Run) -> None:
-        self.inner = run.engine
-
-    def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
-        worked = list(self.inner.train(phase, round, list(jobs)[::-1], probing))
+    def turned(
+        phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
+    ) -> Iterator[Outcome]:
+        worked = list(train(phase, numbers, list(jobs)[::-1], probing))
         return iter(worked[1:] + worked[:1])
+
+    return turned
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "fixbn", "fedprox+silobn"])
 def test_i05_the_order_of_clients_changes_no_bit_in_float32(method: str) -> None:
     made = tiny.plan(method, train__dtype="float32", data=tiny.federation((8, 12, 9, 7)))
     run = Run(made, Store())
-    run.engine = Backwards(run)
+    run.engine.train = backwards(run.engine.train)
     list(run.rounds())
     assert tiny.fingerprint(run) == tiny.fingerprint(tiny.play(made))
 
@@ -181,7 +183,7 @@ ALONE = {"data": tiny.federation((12,)), "rounds": 3}
 def whole_state(run: Run) -> Tree:
     """The server's entries with client 0's own in their place."""
     own = run.store.get(0).tree
-    return {key: own.get(key, value) for key, value in run.server.items()}
+    return {key: own.get(key, value) for key, value in run.server.tree.items()}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "silobn", "fixbn(at=1.0)", "fedprox(mu=0.0)"])
@@ -194,9 +196,9 @@ def test_i06_one_client_is_plain_local_training_with_the_optimizer_reset(method:
 
 def test_i06_it_is_uninterrupted_training_only_if_momentum_is_zero_or_kept() -> None:
     with_momentum = tiny.plan("fedavg", **ALONE)
-    assert distance(tiny.play(with_momentum).server, local_training(with_momentum, resets=False)) > 1e-4
+    assert distance(tiny.play(with_momentum).server.tree, local_training(with_momentum, resets=False)) > 1e-4
     without = tiny.plan("fedavg", train__momentum=0.0, **ALONE)
-    assert distance(tiny.play(without).server, local_training(without, resets=False)) < EXACT
+    assert distance(tiny.play(without).server.tree, local_training(without, resets=False)) < EXACT
     kept = tiny.plan("standalone", **ALONE)
     final = {key: tiny.play(kept).store.get(0).tree[key] for key in kept.prepared.facts.entries}
     assert distance(final, local_training(kept, resets=False)) < EXACT
@@ -243,20 +245,11 @@ SENT = {
 @pytest.mark.parametrize(("method", "kinds"), SENT.items())
 def test_i10_only_the_named_kinds_are_sent_and_their_bytes_counted(method: str, kinds: set[Kind]) -> None:
     made = tiny.plan(method, rounds=1)
-    run = Run(made, Store())
-    payloads: list[Outcome] = []
-    inner = run.engine
-
-    class Tap:
-        def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
-            for outcome in inner.train(phase, round, jobs, probing):
-                payloads.append(outcome)
-                yield outcome
-
-    run.engine = Tap()
+    run, spy = spied(made)
     (row,) = run.rounds()
     by_hand = sum(entry.bytes for entry in made.prepared.entries if entry.kind in kinds)
-    for outcome in payloads:
+    assert spy.log
+    for outcome in (each for exchange in spy.log for each in exchange.outcomes):
         assert {made.prepared.facts.entries[key].kind for key in outcome.update.shared} == kinds
         assert tree_bytes(outcome.update.shared) == by_hand
     assert row["bytes_up"] == by_hand * 3
@@ -282,17 +275,10 @@ def test_i10_resnet20_pays_the_published_share_of_fedavg(method: str, share: flo
 @pytest.mark.parametrize("method", ["fedbn", "silobn"])
 def test_i11_what_a_client_keeps_is_what_its_training_left(method: str) -> None:
     made = tiny.plan(method, rounds=2, clients_per_round=2)
-    run = Run(made, Store())
-    inner, left = run.engine, {}
-
-    class Tap:
-        def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
-            for outcome in inner.train(phase, round, jobs, probing):
-                left[outcome.update.client] = digest(outcome.kept)
-                yield outcome
-
-    run.engine = Tap()
+    run, spy = spied(made)
+    left: dict[int, str] = {}
     for row in run.rounds():
+        left |= {outcome.update.client: digest(outcome.kept) for outcome in spy.log[-1].outcomes}
         for client in made.federation.training_clients:
             tree = run.store.get(client).tree
             assert (digest(tree) == left[client]) if client in left else (tree == {})
@@ -323,7 +309,7 @@ def test_i16_the_affine_moves_after_the_freeze_unless_it_is_frozen_too(affine: s
     made = tiny.plan(f"fixbn(at=2,affine={affine})", rounds=4)
     run = Run(made, Store())
     keys = [entry.key for entry in made.prepared.entries if entry.kind is Kind.AFFINE]
-    marks = [digest({key: run.server[key] for key in keys}) for _ in run.rounds()]
+    marks = [digest({key: run.server.tree[key] for key in keys}) for _ in run.rounds()]
     assert marks[0] != marks[1]
     assert (marks[1] == marks[2] == marks[3]) == (affine == "true")
 
@@ -334,9 +320,9 @@ def test_i21_fedprox_without_a_penalty_is_fedavg() -> None:
 
 def test_i21_with_one_step_fedprox_does_not_depend_on_mu() -> None:
     runs = [tiny.play(tiny.plan(m, train__local_steps=1)) for m in ("fedavg", "fedprox(mu=0.1)", "fedprox(mu=10.0)")]
-    assert len({digest(run.server) for run in runs}) == 1
+    assert len({digest(run.server.tree) for run in runs}) == 1
     two = [tiny.play(tiny.plan(m, train__local_steps=2)) for m in ("fedavg", "fedprox(mu=0.1)")]
-    assert digest(two[0].server) != digest(two[1].server)
+    assert digest(two[0].server.tree) != digest(two[1].server.tree)
 
 
 def test_i23_dropout_is_part_of_what_resumes(tmp_path) -> None:
@@ -348,7 +334,10 @@ def test_i23_dropout_is_part_of_what_resumes(tmp_path) -> None:
     tiny.play(made(), first, rounds=1)
     first.close()
     again = Store(tmp_path / "state.sqlite")
-    assert tiny.fingerprint(tiny.play(made(), again)) == expected
+    resumed = Run(made(), again)
+    assert resumed.round == 1
+    list(resumed.rounds())
+    assert tiny.fingerprint(resumed) == expected
     again.close()
 
 
@@ -365,7 +354,7 @@ def test_the_layer_norms_of_a_vision_transformer_stay_shared_under_fedbn() -> No
 
     net = models.build("vit_tiny", num_classes=3, in_channels=1, image_size=8, seed=0)
     made = tiny.plan("fedbn", model=net, allow_noop=True, rounds=1)
-    schema = made.schema(made.phases[0])
+    schema = made.phases[0].schema
     affine = [policy for entry, policy in schema.values() if entry.kind is Kind.AFFINE]
     assert affine
     assert set(affine) == {"shared"}

@@ -8,12 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from fednorm.core.method import Method, Phase
+from fednorm.core.method import Phase
 from fednorm.core.report import Report, Reports
-from fednorm.core.state import Kind, Policy, Tree, digest
+from fednorm.core.state import Kind, Tree, digest
 from fednorm.engines.base import stack_trees
-from fednorm.halves import merging as server_module
-from fednorm.halves.merging import Schema, Update, keys_with, merge_stack, merge_updates
+from fednorm.halves import merging
+from fednorm.halves.merging import merge_stack, merge_updates
+from fednorm.halves.messages import Update
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.schema import Schema
 from fednorm.methods import known_methods
 from fednorm.running.plan import Plan
 
@@ -22,14 +25,10 @@ NUM_CLIENTS = 5
 NUM_MERGES = 3
 
 
-def every_phase(method: Method) -> list[Phase]:
-    return [*method.phases, *method.finish, *([method.query] if method.query else [])]
-
-
-def random_updates(made: Plan, schema: Schema, seed: int, count: int = NUM_CLIENTS) -> list[Update]:
+def random_updates(made: Plan, prepared: PreparedPhase, seed: int, count: int = NUM_CLIENTS) -> list[Update]:
     """What clients might send: no two alike, counters whole, spreads positive."""
     generator = torch.Generator().manual_seed(seed)
-    initial = made.initial()
+    initial, schema = made.initial(), prepared.schema
 
     def drawn(key: str) -> torch.Tensor:
         like = initial[key] if key in initial else torch.zeros(schema[key][0].shape, dtype=schema[key][0].dtype)
@@ -41,8 +40,7 @@ def random_updates(made: Plan, schema: Schema, seed: int, count: int = NUM_CLIEN
         losses = torch.rand(3, generator=generator).tolist()
         return Report(3 * client, 5 + client, dict(zip(("all", "last_epoch", "last_batch"), losses, strict=True)))
 
-    keys = keys_with(schema, Policy.SHARED)
-    return [Update(report(client), {key: drawn(key) for key in keys}) for client in range(count)]
+    return [Update(report(client), {key: drawn(key) for key in prepared.shared}) for client in range(count)]
 
 
 def as_stack(updates: list[Update]) -> tuple[Tree, Reports]:
@@ -52,11 +50,11 @@ def as_stack(updates: list[Update]) -> tuple[Tree, Reports]:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stack_merges_to_the_bits_of_the_updates(method: str) -> None:
     made = tiny.plan(method)
-    for phase in every_phase(made.method):
-        schema = made.schema(phase)
+    for prepared in made.phases:
+        phase, schema = prepared.phase, prepared.schema
         ours, theirs = [(made.initial(), Tree())] * 2
         for number in range(NUM_MERGES):
-            updates = random_updates(made, schema, seed=number)
+            updates = random_updates(made, prepared, seed=number)
             shared, reports = as_stack(updates)
             ours = merge_stack(phase, ours[0], shared, reports, schema, ours[1])
             theirs = merge_updates(phase, theirs[0], updates[::-1], schema, theirs[1])
@@ -66,8 +64,8 @@ def test_a_stack_merges_to_the_bits_of_the_updates(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_merges_map_over_runs(method: str) -> None:
     made = tiny.plan(method)
-    for phase in every_phase(made.method):
-        schema = made.schema(phase)
+    for prepared in made.phases:
+        phase, schema = prepared.phase, prepared.schema
 
         def merged(
             server: Tree,
@@ -83,7 +81,7 @@ def test_merges_map_over_runs(method: str) -> None:
         states: list[tuple[Tree, Tree]] = [(made.initial(), {})] * 3
         mapped = stack_trees([made.initial()] * 3), Tree()
         for number in range(NUM_MERGES):
-            sent = [as_stack(random_updates(made, schema, seed=10 * number + run)) for run in range(3)]
+            sent = [as_stack(random_updates(made, prepared, seed=10 * number + run)) for run in range(3)]
             states = [
                 merge_stack(phase, *(state[0], *each), schema, state[1])
                 for state, each in zip(states, sent, strict=True)
@@ -109,12 +107,12 @@ def test_merges_map_over_runs(method: str) -> None:
 )
 def test_layers_merged_together_have_the_bits_of_each_alone(method: str, count: int, seed: int, room: int) -> None:
     made = tiny.plan(method, model=tiny.residual_net(widths=(4, 6)))
-    phase, initial = made.phases[0], made.initial()
-    schema = made.schema(phase)
-    updates = random_updates(made, schema, seed, count)
+    prepared, initial = made.phases[0], made.initial()
+    phase, schema = prepared.phase, prepared.schema
+    updates = random_updates(made, prepared, seed, count)
     shared, reports = as_stack(updates)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "GROUP_SIZE", room)
+        patch.setattr(merging, "GROUP_SIZE", room)
         merged, memory = merge_stack(phase, initial, shared, reports, schema, {})
         again, _ = merge_stack(phase, merged, shared, reports, schema, memory)
     layers: dict[Kind, dict[str, dict[str, str]]] = {}
@@ -135,17 +133,16 @@ def test_layers_merged_together_have_the_bits_of_each_alone(method: str, count: 
 
 def test_what_updates_merge_to_has_storage_of_its_own() -> None:
     made = tiny.plan("fedadam")
-    phase = made.phases[0]
-    updates = random_updates(made, made.schema(phase), seed=0)
-    for tree in merge_updates(phase, made.initial(), updates, made.schema(phase), {}):
+    prepared = made.phases[0]
+    updates = random_updates(made, prepared, seed=0)
+    for tree in merge_updates(prepared.phase, made.initial(), updates, prepared.schema, {}):
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tree.values())
 
 
 def test_only_what_a_rule_asks_for_is_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights by size read no layer, so a layer is stacked once, with its group."""
     made = tiny.plan("fedavg")
-    phase = made.phases[0]
-    schema = made.schema(phase)
+    prepared = made.phases[0]
     stacked: list[int] = []
     stack = torch.stack
 
@@ -153,7 +150,7 @@ def test_only_what_a_rule_asks_for_is_stacked(monkeypatch: pytest.MonkeyPatch) -
         stacked.append(len(tensors))
         return stack(tensors)
 
-    updates = random_updates(made, schema, seed=0)
+    updates = random_updates(made, prepared, seed=0)
     monkeypatch.setattr(torch, "stack", counted)
-    merge_updates(phase, made.initial(), updates, schema, {})
-    assert stacked == [NUM_CLIENTS] * len(keys_with(schema, Policy.SHARED))
+    merge_updates(prepared.phase, made.initial(), updates, prepared.schema, {})
+    assert stacked == [NUM_CLIENTS] * len(prepared.shared)

@@ -30,14 +30,14 @@ def block_net() -> nn.Module:
 )
 def test_i01_without_batch_statistics_one_step_is_centralized_sgd_on_the_union(method: str) -> None:
     made = tiny.plan(method, model=block_net(), train__momentum=0.0, train__lr=0.02, rounds=3, **WHOLE_BATCHES)
-    merged = tiny.play(made).server
+    merged = tiny.play(made).server.tree
     assert distance(merged, centralized_sgd(made)) < EXACT
     assert distance(merged, made.initial()) > 1e-4
 
 
 def test_i01_clipping_acts_on_each_client_and_ends_the_equality() -> None:
     made = tiny.plan("fedwon(clip=0.01)", model=block_net(), train__momentum=0.0, rounds=1, **WHOLE_BATCHES)
-    assert distance(tiny.play(made).server, centralized_sgd(made)) > 1e-4
+    assert distance(tiny.play(made).server.tree, centralized_sgd(made)) > 1e-4
 
 
 @pytest.mark.parametrize("method", ["fedwon", "fixup", "gn+ws", "nonorm"])
@@ -59,19 +59,19 @@ def test_i03_maintained_momentum_is_centralized_momentum_sgd(host: str, hold: fr
     made = tiny.plan(f"{host}+{momentum}", model=model, rounds=4, train__schedule="step", **WHOLE_BATCHES)
     assert made.config.train.momentum > 0
     assert made.config.train.weight_decay > 0
-    merged = only(tiny.play(made).server, made.prepared.facts.entries)
+    merged = only(tiny.play(made).server.tree, made.prepared.facts.entries)
     assert distance(merged, centralized_sgd(made, momentum=0.9, hold=hold)) < EXACT
 
 
 def test_i03_with_the_buffers_reset_every_round_it_is_not() -> None:
     made = tiny.plan("fixbn(at=0)", model=warmed_up(block_net()), rounds=4, **WHOLE_BATCHES)
-    assert distance(tiny.play(made).server, centralized_sgd(made, momentum=0.9, hold=STATISTICS_HELD)) > 1e-3
+    assert distance(tiny.play(made).server.tree, centralized_sgd(made, momentum=0.9, hold=STATISTICS_HELD)) > 1e-3
 
 
 def test_i03_in_float32_four_rounds_stay_within_the_stated_bound() -> None:
     changes = {**WHOLE_BATCHES, "train__dtype": "float32"}
     made = tiny.plan("fixbn(at=0)+global-momentum", model=warmed_up(block_net()), rounds=4, **changes)
-    merged = only(tiny.play(made).server, made.prepared.facts.entries)
+    merged = only(tiny.play(made).server.tree, made.prepared.facts.entries)
     assert 0 < distance(merged, centralized_sgd(made, momentum=0.9, hold=STATISTICS_HELD)) < 1e-4
 
 
@@ -96,22 +96,22 @@ def in_lockstep(rounds: int = 3, **changes: Any) -> dict[str, Any]:
 
 def test_i20_fedtan_is_centralized_batch_norm_on_the_union() -> None:
     made = tiny.plan("fedtan", **in_lockstep(train__momentum=0.0))
-    merged = tiny.play(made).server
+    merged = tiny.play(made).server.tree
     assert distance(merged, centralized_sgd(made)) < EXACT  # running statistics and counters too
     plain = tiny.plan("fedavg", **in_lockstep(train__momentum=0.0))
     weights = keys_of(plain.prepared.entries, Kind.WEIGHT)
-    assert distance(only(tiny.play(plain).server, weights), only(centralized_sgd(plain), weights)) > 1e-2
+    assert distance(only(tiny.play(plain).server.tree, weights), only(centralized_sgd(plain), weights)) > 1e-2
 
 
 def test_i20_in_float32_one_step_stays_within_the_stated_bound() -> None:
     made = tiny.plan("fedtan", **in_lockstep(rounds=1, train__momentum=0.0, train__dtype="float32"))
-    assert 0 < distance(tiny.play(made).server, centralized_sgd(made)) < 1e-6
+    assert 0 < distance(tiny.play(made).server.tree, centralized_sgd(made)) < 1e-6
 
 
 @pytest.mark.parametrize("momentum", ["local-momentum", "global-momentum"])
 def test_i20_with_maintained_momentum_fedtan_is_centralized_momentum_sgd(momentum: str) -> None:
     made = tiny.plan(f"fedtan+{momentum}", **in_lockstep())
-    merged = only(tiny.play(made).server, made.prepared.facts.entries)
+    merged = only(tiny.play(made).server.tree, made.prepared.facts.entries)
     assert distance(merged, centralized_sgd(made, momentum=0.9)) < EXACT
 
 
@@ -131,11 +131,12 @@ def test_i20_exchanges_and_statistics_of_fedtan() -> None:
 
 def test_fedtan_starts_a_new_optimizer_after_the_first_step() -> None:
     """With two steps each is the first of its optimizer, so momentum cannot matter; with three it does."""
-    servers = [
-        digest(tiny.play(tiny.plan("fedtan", **in_lockstep(train__local_steps=steps, train__momentum=momentum))).server)
-        for steps in (2, 3)
-        for momentum in (0.0, 0.9)
-    ]
+
+    def server(steps: int, momentum: float) -> str:
+        made = tiny.plan("fedtan", **in_lockstep(train__local_steps=steps, train__momentum=momentum))
+        return digest(tiny.play(made).server.tree)
+
+    servers = [server(steps, momentum) for steps in (2, 3) for momentum in (0.0, 0.9)]
     assert servers[0] == servers[1]
     assert servers[2] != servers[3]
 
@@ -170,7 +171,7 @@ def test_i16_what_fixbn_freezes_keeps_its_bits_and_the_rest_moves(method: str, f
     run = Run(made, tiny.Store())
     kinds = (Kind.WEIGHT, Kind.AFFINE, Kind.STATISTIC, Kind.COUNTER)
     keys = {kind: keys_of(made.prepared.entries, kind) for kind in kinds}
-    bits = [{kind: digest(only(run.server, keys[kind])) for kind in kinds} for _ in run.rounds()]
+    bits = [{kind: digest(only(run.server.tree, keys[kind])) for kind in kinds} for _ in run.rounds()]
     for kind in kinds:
         assert bits[0][kind] != bits[1][kind]
         assert (bits[1][kind] == bits[2][kind] == bits[3][kind]) == (kind in frozen)
@@ -186,7 +187,7 @@ def test_i06_one_client_in_the_first_phase_of_fedbs_is_fedavg() -> None:
     def play(method: str) -> Run:
         return tiny.play(tiny.plan(method, data=tiny.federation((12,)), rounds=4))
 
-    assert digest(play("fedbs").server) == digest(play("fedavg").server)
+    assert digest(play("fedbs").server.tree) == digest(play("fedavg").server.tree)
 
 
 # -- small problems on which a claim shows --

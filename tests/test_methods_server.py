@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ import tiny
 from checks import EXACT, average, keys_of, only, spied
 from fednorm.core.method import Phase
 from fednorm.core.report import Report
-from fednorm.core.state import Kind, Policy, Tree, digest
+from fednorm.core.state import Kind, Tree, digest
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.halves.merging import Update, keys_with, merge_updates
+from fednorm.halves.merging import merge_updates
+from fednorm.halves.messages import Update
+from fednorm.halves.training import Job, Outcome
 from fednorm.methods import parse
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
@@ -27,6 +30,12 @@ TRAINED = (Kind.WEIGHT, Kind.AFFINE)
 
 def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.allclose(left, right, rtol=0, atol=EXACT))
+
+
+def trained(made: Plan, round: int, jobs: Sequence[Job]) -> list[Outcome]:
+    """What the first phase of a plan makes of some clients' work in a round."""
+    phase = made.phases[0]
+    return list(SequentialEngine(made).train(phase, made.numbers(phase.id, round), jobs))
 
 
 # -- FedBS --
@@ -42,8 +51,8 @@ def test_i19_fedbs_weighs_weights_affine_and_statistics_by_loss(loss: str) -> No
     weights = [each / math.fsum(losses) for each in losses]
     assert max(weights) - min(weights) > 0.01
     for key in keys_of(made.prepared.entries, Kind.WEIGHT, Kind.AFFINE, Kind.STATISTIC):
-        assert close(run.server[key], average(outcomes, weights, key))
-    assert run.server[keys_of(made.prepared.entries, Kind.COUNTER)[0]].dtype == torch.int64
+        assert close(run.server.tree[key], average(outcomes, weights, key))
+    assert run.server.tree[keys_of(made.prepared.entries, Kind.COUNTER)[0]].dtype == torch.int64
 
 
 def test_i19_fedbs_switches_after_r_rounds_in_a_row_and_latches() -> None:
@@ -61,12 +70,12 @@ def test_i19_after_the_switch_fedbs_is_fedprox_with_equal_weights() -> None:
     list(run.rounds())
     first, second = spy.log
     for key in keys_of(made.prepared.entries, Kind.WEIGHT, Kind.AFFINE, Kind.STATISTIC):
-        assert close(run.server[key], average(second.outcomes, [1 / 3] * 3, key))
+        assert close(run.server.tree[key], average(second.outcomes, [1 / 3] * 3, key))
     fedprox = tiny.plan("fedprox(mu=0.5)", rounds=2)
-    again = SequentialEngine(fedprox).train(fedprox.phases[0], 2, second.jobs, False)
+    again = trained(fedprox, 2, second.jobs)
     assert [digest(o.update.shared) for o in again] == [digest(o.update.shared) for o in second.outcomes]
     plain = tiny.plan("fedavg", rounds=2)
-    without = SequentialEngine(plain).train(plain.phases[0], 1, first.jobs, False)
+    without = trained(plain, 1, first.jobs)
     assert [digest(o.update.shared) for o in without] == [digest(o.update.shared) for o in first.outcomes]
 
 
@@ -82,7 +91,7 @@ def test_feddna_by_size_is_fedavg_to_the_bit() -> None:
 def test_feddna_leaves_weights_and_affine_to_the_sizes(q: str) -> None:
     """In training BatchNorm does not read its running statistics, so only these may differ from FedAvg's."""
     made = tiny.plan(f"feddna(q={q})")
-    ours, theirs = tiny.play(made).server, tiny.play(tiny.plan("fedavg")).server
+    ours, theirs = tiny.play(made).server.tree, tiny.play(tiny.plan("fedavg")).server.tree
     trained, statistics = keys_of(made.prepared.entries, *TRAINED), keys_of(made.prepared.entries, Kind.STATISTIC)
     assert digest(only(ours, trained)) == digest(only(theirs, trained))
     assert digest(only(ours, statistics)) != digest(only(theirs, statistics))
@@ -93,11 +102,8 @@ def test_identical_clients_leave_statistics_unchanged(model: str) -> None:
     made = tiny.plan(model)
     phase = made.phases[0]
     state = {key: value + 1 for key, value in made.initial().items()}
-    same = [
-        Update(Report(client, size), only(state, keys_with(made.schema(phase), Policy.SHARED)))
-        for client, size in enumerate((3, 5, 9))
-    ]
-    merged, _ = merge_updates(phase, made.initial(), same, made.schema(phase), {})
+    same = [Update(Report(client, size), only(state, phase.shared)) for client, size in enumerate((3, 5, 9))]
+    merged, _ = merge_updates(phase.phase, made.initial(), same, phase.schema, {})
     for key in keys_of(made.prepared.entries, Kind.STATISTIC, Kind.COUNTER):
         assert torch.allclose(merged[key], state[key], rtol=1e-15, atol=0)
 
@@ -115,9 +121,9 @@ def test_pooled_statistics_are_those_of_the_clients_mixture() -> None:
             w * (o.update.shared[var_key] + o.update.shared[mean_key].square())
             for w, o in zip(weights, outcomes, strict=True)
         )
-        assert close(run.server[mean_key], mean)
-        assert close(run.server[var_key], second - mean.square())
-        assert bool((run.server[var_key] > average(outcomes, weights, var_key)).all())
+        assert close(run.server.tree[mean_key], mean)
+        assert close(run.server.tree[var_key], second - mean.square())
+        assert bool((run.server.tree[var_key] > average(outcomes, weights, var_key)).all())
 
 
 # -- optimizers on the server --
@@ -139,7 +145,7 @@ def test_fedavgm_by_hand() -> None:
         for mean in means:
             velocity = 0.5 * velocity + (x - mean[key])
             x = x - 0.7 * velocity
-        assert close(run.server[key], x)
+        assert close(run.server.tree[key], x)
 
 
 def test_fedadam_by_hand() -> None:
@@ -151,7 +157,7 @@ def test_fedadam_by_hand() -> None:
             first = 0.8 * first + 0.2 * delta
             second = 0.9 * second + 0.1 * delta.square()
             x = x + 0.05 * first / (second.sqrt() + 0.01)
-        assert close(run.server[key], x)
+        assert close(run.server.tree[key], x)
 
 
 @pytest.mark.parametrize("method", ["fedavgm", "fedadam"])
@@ -161,13 +167,13 @@ def test_server_optimizers_leave_statistics_and_counters_to_the_mean(method: str
     list(run.rounds())
     last = spy.log[-1].outcomes
     for key in keys_of(made.prepared.entries, Kind.STATISTIC):
-        assert close(run.server[key], average(last, [8 / 29, 12 / 29, 9 / 29], key))
+        assert close(run.server.tree[key], average(last, [8 / 29, 12 / 29, 9 / 29], key))
     for key in keys_of(made.prepared.entries, Kind.COUNTER):
-        assert (int(run.server[key]), run.server[key].dtype) == (6, torch.int64)
+        assert (int(run.server.tree[key]), run.server.tree[key].dtype) == (6, torch.int64)
 
 
 def test_fedavgm_without_momentum_is_fedavg() -> None:
-    ours, theirs = (tiny.play(tiny.plan(method)).server for method in ("fedavgm(momentum=0.0)", "fedavg"))
+    ours, theirs = (tiny.play(tiny.plan(method)).server.tree for method in ("fedavgm(momentum=0.0)", "fedavg"))
     assert all(torch.allclose(ours[key], theirs[key], rtol=0, atol=1e-14) for key in theirs)
 
 
@@ -176,7 +182,7 @@ BATCH_NORM = tiny.plan("fedavg", model=tiny.conv_net())
 
 def fifty_rounds(phase: Phase, variances: list[float]) -> list[Tree]:
     """The server's states while two clients report variances that swing, as they do early in training."""
-    schema = BATCH_NORM.schema(phase)
+    schema = BATCH_NORM.prepared.schema(phase, BATCH_NORM.optimizer)
     server, memory, states = BATCH_NORM.initial(), {}, []
     for round in range(50):
         updates = []
@@ -207,14 +213,15 @@ def test_on_statistics_it_would(method: str) -> None:
 @pytest.mark.parametrize("method", ["fedavgm", "fedadam"])
 def test_the_memory_of_a_server_optimizer_survives_a_resume(method: str, tmp_path: Path) -> None:
     whole = tiny.play(tiny.plan(method))
-    assert whole.merge_memory
+    assert whole.server.held.memory
     first = Store(tmp_path / "state.sqlite")
     stopped = tiny.play(tiny.plan(method, engine__checkpoint_every=1), first, rounds=2)
-    before = digest(stopped.merge_memory)
+    before = digest(stopped.server.held.memory)
     first.close()
     again = Store(tmp_path / "state.sqlite")
     resumed = Run(tiny.plan(method, engine__checkpoint_every=1), again)
-    assert digest(resumed.merge_memory) == before
+    assert resumed.round == 2
+    assert digest(resumed.server.held.memory) == before
     list(resumed.rounds())
-    assert digest(resumed.server) == digest(whole.server)
+    assert digest(resumed.server.tree) == digest(whole.server.tree)
     again.close()

@@ -21,13 +21,14 @@ import ranks_script
 from command import ONE_THREAD, TINY, fednorm
 from fednorm.core.state import digest
 from fednorm.engines.ranks import owned
+from fednorm.halves.mine import ClientState
 from fednorm.halves.state_bytes import pack_states, unpack_states
 from fednorm.running.folder import RunFolder
-from fednorm.running.store import ClientState, Store
-from test_cli_signals import wait_for_rounds
+from fednorm.running.store import Store
+from test_cli_signals import EVERY_OTHER, committed, wait_for_rounds
 
 TESTS = Path(__file__).parent
-LONG = (*TINY, "--rounds", "60", "--set", "eval.every=60", "--method", "fedbn+local-momentum")
+LONG = (*TINY, *EVERY_OTHER, "--rounds", "60", "--set", "eval.every=60", "--method", "fedbn+local-momentum")
 
 
 @contextlib.contextmanager
@@ -169,6 +170,7 @@ def test_ranks_go_on_after_a_kill_to_the_same_bits(tmp_path: Path, whole: str) -
         code, _, _ = ended(process)
     assert code != 0
     assert not (tmp_path / "run" / "result.json").exists()
+    assert 2 <= committed(tmp_path / "run") < 60
     with torchrun("-m", "fednorm", "resume", "run", "--json", "--quiet", cwd=tmp_path) as process:
         code, out, err = ended(process)
     assert code == 0, err
@@ -181,6 +183,7 @@ def test_a_stop_is_orderly_and_one_process_can_go_on(tmp_path: Path, whole: str)
         process.terminate()
         _, _, err = ended(process)
     rounds = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
+    assert 3 <= committed(tmp_path / "run") == rounds < 60
     assert err.count(f"stopped after round {rounds}; continue with: fednorm resume run\n") == 1
     done = fednorm("resume", tmp_path / "run", "--json", "--quiet")
     assert done.json["runs"][0]["digest"] == whole

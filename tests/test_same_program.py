@@ -13,20 +13,22 @@ import torch
 
 import fednorm
 import tiny
-from fednorm.engines.stack.device_stack import LOG_ROWS, DeviceStack
+from fednorm.engines.base import MOST_AWAITED
+from fednorm.engines.stack.device_stack import DeviceStack
 from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.errors import DivergedError, FednormError
 from fednorm.methods import known_methods
 from fednorm.running.api import Interrupted
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.folder import RunFolder
-from fednorm.running.in_step import play_together
+from fednorm.running.in_step import play_in_step
 from fednorm.running.plan import Plan
 from fednorm.running.records import RoundRow as Row
 from fednorm.running.records import RunId
 from fednorm.running.run import Run
-from fednorm.running.same_program import same_program
+from fednorm.running.same_program import engine_maker, same_program
 from fednorm.running.store import Store
+from test_device_stack import stack_of
 from test_stacked import gap
 
 EQUAL = tiny.federation((8, 8, 8))
@@ -44,22 +46,18 @@ def made(method: str = "fedavg", seed: int = 0, **changes: Any) -> Plan:
     return tiny.plan(method, seed=seed, model=tiny.conv_net(seed=seed), **{"data": EQUAL, **EASY, **changes})
 
 
-def seated(plans: Sequence[Plan], stores: Sequence[Store] | None = None) -> list[Run]:
-    allocate = allocate_slots(plans)
+def sharing(plans: Sequence[Plan], stores: Sequence[Store] | None = None) -> list[Run]:
+    """Runs of which those that are the same program share a stack."""
+    make = engine_maker(plans)
     return [
-        Run(plan, store, allocate=allocate)
+        Run(plan, store, make=make)
         for plan, store in zip(plans, stores or map(Store, [None] * len(plans)), strict=True)
     ]
 
 
-def resident_of(run: Run) -> DeviceStack:
-    assert run.slot is not None
-    return run.slot.device_stack
-
-
 def rows_of(runs: Sequence[Run]) -> dict[Run, list[Row]]:
     rows: dict[Run, list[Row]] = {run: [] for run in runs}
-    for run, news in play_together(runs):
+    for run, news in play_in_step(runs):
         assert not isinstance(news, FednormError)
         rows[run].append(news)
     return rows
@@ -85,9 +83,9 @@ def assert_as_alone(runs: Sequence[Run], rows: dict[Run, list[Row]], settings: S
         alone = Run(made(**{**each, "engine__name": "sequential"}), Store())
         assert_close(list(alone.rounds())[-len(rows[run]) :], rows[run])
         assert gap(alone, run) < 1e-10
-        assert alone.merge_memory.keys() == run.merge_memory.keys()
-        for key, value in alone.merge_memory.items():
-            torch.testing.assert_close(run.merge_memory[key], value, rtol=1e-8, atol=1e-10)
+        assert alone.server.held.memory.keys() == run.server.held.memory.keys()
+        for key, value in alone.server.held.memory.items():
+            torch.testing.assert_close(run.server.held.memory[key], value, rtol=1e-8, atol=1e-10)
         assert alone.store.seen() == run.store.seen()
         for client in alone.store.seen():
             mine, theirs = alone.store.get(client), run.store.get(client)
@@ -98,15 +96,15 @@ def assert_as_alone(runs: Sequence[Run], rows: dict[Run, list[Row]], settings: S
 def check(settings: Sequence[dict[str, Any]], together: int | None = None) -> DeviceStack:
     """Play runs that share a stack, so many of them at once at the most, and compare with each alone."""
     plans = [made(**each) for each in settings]
-    runs = seated(plans)
-    device_stacks = {resident_of(run) for run in runs}
-    assert len(device_stacks) == 1
-    device_stack = device_stacks.pop()
+    runs = sharing(plans)
+    stacks = {stack_of(run) for run in runs}
+    assert len(stacks) == 1
+    stack = stacks.pop()
     rows = rows_of(runs)
-    assert not device_stack.refused
-    assert max(each.runs for each in device_stack._exchanges.values()) == (together or len(runs))
+    assert not stack.refused
+    assert max(each.runs for each in stack._programs.values()) == (together or len(runs))
     assert_as_alone(runs, rows, settings)
-    return device_stack
+    return stack
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "local-momentum", "fedadam", "fedbs"])
@@ -146,23 +144,26 @@ def test_runs_with_other_examples_and_clients_of_other_sizes(work: dict[str, Any
     """Equal pools lie on the device once; runs whose clients take more steps have exchanges of their own."""
     pools = [EQUAL, tiny.relabelled(EQUAL, (2, 0, 1)), tiny.federation((12, 12, 12)), EQUAL]
     settings = [{"method": "fedbn", "data": data, "seed": seed, **work} for seed, data in enumerate(pools)]
-    device_stack = check(settings, together=4 if "train__local_epochs" not in work else 3)
-    assert device_stack._offsets == [0, 24, 48, 0]
-    assert len(device_stack._batches.pool.x) == 24 + 24 + 36
+    stack = check(settings, together=4 if "train__local_epochs" not in work else 3)
+    assert stack._offsets == [0, 24, 48, 0]
+    assert len(stack._batches.pool.x) == 24 + 24 + 36
 
 
 def test_ragged_clients_go_their_own_way() -> None:
     pools = (EQUAL, tiny.federation((7, 9, 8)), EQUAL)
     settings = [{"data": data, "seed": seed} for seed, data in enumerate(pools)]
-    runs = seated([made(**each) for each in settings])
+    runs = sharing([made(**each) for each in settings])
     assert_as_alone(runs, rows_of(runs), settings)
 
 
 def test_other_programs_have_their_own_stack() -> None:
     settings = [{"method": method, "seed": seed} for method in ("fedavg", "fedbn") for seed in (0, 1)]
     plans = [made(**each) for each in settings]
-    runs = seated(plans)
-    assert [resident_of(run).plans for run in runs] == [plans[:2], plans[:2], plans[2:], plans[2:]]
+    runs = sharing(plans)
+    stacks = [stack_of(run) for run in runs]
+    assert [stacks.index(stack) for stack in stacks] == [0, 0, 2, 2]
+    for stack, own in ((stacks[0], plans[:2]), (stacks[2], plans[2:])):
+        assert [(sites.method, sites.work) for sites in stack.runs] == [(plan.method, plan.work) for plan in own]
     assert_as_alone(runs, rows_of(runs), settings)
 
 
@@ -229,14 +230,14 @@ def test_checkpoints_are_not_missed_by_rounds_settled_together(monkeypatch: pyte
 
     monkeypatch.setattr(Store, "commit", commit)
     monkeypatch.setattr("fednorm.running.in_step.SETTLE_SECONDS", 1e9)
-    rows_of(seated([made(rounds=20, eval__every=7, engine__checkpoint_every=3)]))
+    rows_of(sharing([made(rounds=20, eval__every=7, engine__checkpoint_every=3)]))
     assert committed == [0, 3, 6, 9, 12, 15, 18, 20]
 
 
 def test_a_run_that_diverges_leaves_the_others_alone() -> None:
     settings = [{"seed": 0}, {"seed": 1, "train__lr": 1e200}, {"seed": 2}]
-    runs = seated([made(**each) for each in settings])
-    news = list(play_together(runs))
+    runs = sharing([made(**each) for each in settings])
+    news = list(play_in_step(runs))
     *fine, error = (each for run, each in news if run is runs[1])
     assert isinstance(error, DivergedError)
     assert len(fine) < 4
@@ -250,9 +251,9 @@ def test_runs_go_on_from_different_rounds(tmp_path: Path) -> None:
     settings = [{"method": "fedbn", "seed": seed, "rounds": 6, "engine__checkpoint_every": 1} for seed in SEEDS]
     stores = [Store(tmp_path / f"{seed}.sqlite") for seed in SEEDS]
     for each, store, rounds in zip(settings[:2], stores, (2, 4), strict=False):
-        tiny.play(made(**each), store, rounds).stop()
-    runs = seated([made(**each) for each in settings], stores)
-    assert len({run.round for run in runs}) > 1
+        tiny.play(made(**each), store, rounds)
+    runs = sharing([made(**each) for each in settings], stores)
+    assert [run.round for run in runs] == [2, 4, 0]
     assert_as_alone(runs, rows_of(runs), settings)
 
 
@@ -270,10 +271,10 @@ def test_runs_that_do_not_fit_together_take_turns(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(PhaseProgram, "play", scarce)
     common = {"method": "fedadam", "rounds": 30, "eval__every": 30, "train__lr": 0.001}
     settings = [{**common, "seed": seed} for seed in SEEDS]
-    runs = seated([made(**each) for each in settings])
+    runs = sharing([made(**each) for each in settings])
     rows = rows_of(runs)
     assert tried[:5] == [3, 2, 1, 1, 1]
-    assert len(tried) == 2 + 3 * 30 > LOG_ROWS
+    assert len(tried) == 2 + 3 * 30 > MOST_AWAITED
     assert_as_alone(runs, rows, settings)
 
 

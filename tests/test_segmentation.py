@@ -86,7 +86,7 @@ def test_engines_agree_on_segmentation() -> None:
     left, right = (Run(plan(engine__name=name, rounds=2, train__dtype="float64"), Store()) for name in ENGINES)
     rows = [list(run.rounds()) for run in (left, right)]
     assert rows[0][-1]["eval"]["pooled"]["miou"] == pytest.approx(rows[1][-1]["eval"]["pooled"]["miou"])
-    assert all(torch.allclose(left.server[key], right.server[key], atol=1e-10) for key in left.server)
+    assert all(torch.allclose(left.server.tree[key], right.server.tree[key], atol=1e-10) for key in left.server.tree)
 
 
 ENGINES = ("sequential", "stacked")

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 import tiny
 from fednorm.core.state import digest
-from fednorm.engines import sequential
-from fednorm.engines.base import Job, start_view
 from fednorm.engines.sequential import SequentialEngine
+from fednorm.halves import training
 
 
 class Shrinking(nn.Linear):
@@ -27,8 +26,9 @@ def test_a_layer_that_changes_its_weight_in_place_leaves_the_server_alone() -> N
     phase = made.phases[0]
     server = made.initial()
     before = digest(server)
-    jobs = [Job(client, start_view(made, made.schema(phase), server, {}), 0, 2) for client in (0, 1)]
-    outcomes = list(SequentialEngine(made).train(phase, 1, jobs, False))
+    jobs = [made.job(phase, client, phase.start(server, {}, made.device), 0) for client in (0, 1)]
+    assert all(job.num_steps == 2 and job.start[key] is server[key] for job in jobs for key in phase.sent)
+    outcomes = list(SequentialEngine(made).train(phase, made.numbers(phase.id, 1), jobs))
     assert digest(server) == before
     assert all(digest(outcome.update.shared) != before for outcome in outcomes)
 
@@ -39,5 +39,5 @@ def test_how_many_clients_are_made_ready_together_changes_no_bit(
 ) -> None:
     model = nn.Sequential(tiny.conv_net(), nn.Dropout(0.5))
     at_once = tiny.fingerprint(tiny.play(tiny.plan("fedbn", model=model)))
-    monkeypatch.setattr(sequential, limit, value)
+    monkeypatch.setattr(training, limit, value)
     assert tiny.fingerprint(tiny.play(tiny.plan("fedbn", model=model))) == at_once

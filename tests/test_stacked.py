@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from fednorm.engines.stack.stacked import StackedEngine
+from fednorm.engines.stack.stacked import StackTrainer
 from fednorm.methods import known_methods
 from fednorm.running.run import Run
 from fednorm.running.store import Store
@@ -18,9 +18,9 @@ PAIRS = ("fixbn+global-momentum", "fedwon+fedprox", "fedbn+fedadam", "fedbs+gn",
 def gap(left: Run, right: Run) -> float:
     """The largest difference of the two servers, relative to the size of each tensor."""
     worst = 0.0
-    for key, value in left.server.items():
+    for key, value in left.server.tree.items():
         scale = value.double().abs().max().clamp_min(1e-3)
-        worst = max(worst, float((value.double() - right.server[key].double()).abs().max() / scale))
+        worst = max(worst, float((value.double() - right.server.tree[key].double()).abs().max() / scale))
     return worst
 
 
@@ -72,17 +72,17 @@ def test_reports_and_probes_agree() -> None:
 def test_a_cohort_larger_than_memory_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a stack does not fit, halves are tried, and the result is the same."""
     tried: list[int] = []
-    whole = StackedEngine._train_stack
+    whole = StackTrainer._train_stack
 
-    def scarce(self: StackedEngine, phase, round, jobs, probing):
+    def scarce(self: StackTrainer, phase, numbers, jobs, probing):
         tried.append(len(jobs))
         if len(jobs) > 2:
             raise torch.OutOfMemoryError("scarce")
-        return whole(self, phase, round, jobs, probing)
+        return whole(self, phase, numbers, jobs, probing)
 
     data = tiny.federation((8, 8, 8, 8, 8))
     reference = tiny.play(tiny.plan("fedavg", data=data, rounds=2))
-    monkeypatch.setattr(StackedEngine, "_train_stack", scarce)
+    monkeypatch.setattr(StackTrainer, "_train_stack", scarce)
     split = tiny.play(tiny.plan("fedavg", data=data, rounds=2, engine__name="stacked"))
     assert gap(reference, split) < 1e-10
     assert tried == [5, 2, 2, 1, 2, 2, 1]

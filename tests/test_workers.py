@@ -19,12 +19,15 @@ from torch import Tensor, nn
 import tiny
 from fednorm.core.method import Method, Phase, Rule
 from fednorm.core.state import Tree
+from fednorm.core.step import Carry
 from fednorm.engines import choose
-from fednorm.engines.base import Job, start_state
+from fednorm.engines.base import Engine
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.engines.worker_messages import pack, unpack
+from fednorm.engines.worker_messages import from_message, to_message
 from fednorm.engines.workers import WorkersEngine
 from fednorm.errors import ConfigError, DivergedError, FednormError
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.training import Job
 from fednorm.methods import known_methods
 from fednorm.running.api import run
 from fednorm.running.config import EngineConfig
@@ -36,28 +39,35 @@ EQUAL = tiny.federation((8, 8, 8, 8))
 """Lock-step methods need equal batches."""
 
 
-def jobs(made: Plan, phase: Phase, steps: int = 2) -> list[Job]:
-    schema, server = made.schema(phase), made.initial()
-    clients = made.federation.training_clients
-    return [Job(client, start_state(made, schema, server, {}), 0, steps) for client in clients]
+def jobs(made: Plan, phase: PreparedPhase) -> list[Job]:
+    starts = phase.starts(made.initial(), [{}] * len(made.federation.training_clients), made.device)
+    clients = zip(made.federation.training_clients, starts, strict=True)
+    return [made.job(phase, client, start, 0) for client, start in clients]
+
+
+def chosen(made: Plan, remembered: str | None = None) -> tuple[str, Engine]:
+    """The engine that a run of this plan would have, and its name."""
+    return choose.make_engine([made], made.config.engine, cohort=made.cohort_size, remembered=remembered)
 
 
 @pytest.mark.parametrize("method", known_methods())
 def test_a_plan_survives_the_way_to_another_process(method: str) -> None:
     """Phases that cannot go are trained at home; all that go train to the same bits there."""
     made = tiny.plan(method, data=EQUAL)
-    parcel = pack(made)
-    there, phases = unpack(parcel)
-    assert len(phases) == len(parcel.phases) >= 1
-    for place, phase in phases.items():
-        own = made.phases[place]
-        if own.lockstep or made.method.data == "union":
+    message = to_message(made)
+    there, phases = from_message(message)
+    assert tuple(phases) == message.phases
+    assert phases
+    for id, phase in phases.items():
+        own, numbers = made.phase(id), made.numbers(id, 1)
+        if own.phase.lockstep or made.method.data == "union":
             continue
-        mine = list(SequentialEngine(made).train(own, 1, jobs(made, own), False))
-        theirs = list(SequentialEngine(there).train(phase, 1, jobs(made, own), False))
+        mine = list(SequentialEngine(made).train(own, numbers, jobs(made, own)))
+        theirs = list(SequentialEngine(there).train(phase, numbers, jobs(made, own)))
         for left, right in zip(mine, theirs, strict=True):
             assert left.update.report == right.update.report
-            for one, other in ((left.update.shared, right.update.shared), (left.kept, right.kept)):
+            sent = (left.update.shared, right.update.shared), (left.update.reported, right.update.reported)
+            for one, other in (*sent, (left.kept, right.kept)):
                 assert one.keys() == other.keys()
                 assert all(torch.equal(value, other[key]) for key, value in one.items())
 
@@ -86,7 +96,7 @@ def test_a_resumed_run_equals_one_in_a_go_and_keeps_its_engine(tmp_path: Path) -
     whole = tiny.play(tiny.plan("fedbn", engine__name="sequential"))
     plan = tiny.plan("fedbn", engine__name="workers")
     store = Store(tmp_path / "state")
-    tiny.play(plan, store, rounds=2).stop()
+    tiny.play(plan, store, rounds=2)
     gc.collect()  # the generator of rounds that was left is closed, and with it the workers
     assert multiprocessing.active_children() == []
     again = Run(plan, store)
@@ -96,12 +106,12 @@ def test_a_resumed_run_equals_one_in_a_go_and_keeps_its_engine(tmp_path: Path) -
     store.close()
 
 
-def broken(grads: Tree, params: Tree, numbers: object, facts: object) -> Tree:
+def broken(grads: Tree, carry: Carry, numbers: object, facts: object) -> Tree:
     """A gradient transform of a user that fails, in a process of its own too."""
     raise DivergedError("the gradient of this user is broken")
 
 
-def peculiar(grads: Tree, params: Tree, numbers: object, facts: object) -> Tree:
+def peculiar(grads: Tree, carry: Carry, numbers: object, facts: object) -> Tree:
     raise Peculiar(1, 2)
 
 
@@ -131,18 +141,19 @@ def test_an_error_that_cannot_travel_arrives_as_text() -> None:
 
 def test_a_killed_worker_is_noticed_and_replaced() -> None:
     made = tiny.plan(engine__name="workers", engine__workers=1)
-    phase = made.method.stages[0][0]
-    engine = WorkersEngine(made)
-    outcomes = engine.train(phase, 1, jobs(made, phase), False)
+    phase = made.phases[0]
+    numbers = made.numbers(phase.id, 1)
+    engine = WorkersEngine(made, 1)
+    outcomes = engine.train(phase, numbers, jobs(made, phase))
     next(outcomes)
     assert engine._crew is not None
     os.kill(engine._crew.pids[0], signal.SIGKILL)
-    text = r"^a worker process was ended by SIGKILL (in|before) round 1,? (with )?client \d; if memory is short, "
+    text = r"^a worker process was ended by SIGKILL (with|before) client \d; if memory is short, "
     with pytest.raises(FednormError, match=text):
         list(outcomes)
     assert multiprocessing.active_children() == []
-    reference = {o.update.client: o.update for o in SequentialEngine(made).train(phase, 1, jobs(made, phase), False)}
-    for outcome in engine.train(phase, 1, jobs(made, phase), False):
+    reference = {o.update.client: o.update for o in SequentialEngine(made).train(phase, numbers, jobs(made, phase))}
+    for outcome in engine.train(phase, numbers, jobs(made, phase)):
         shared = reference[outcome.update.client].shared
         assert all(torch.equal(value, shared[key]) for key, value in outcome.update.shared.items())
     del engine, outcomes
@@ -240,7 +251,7 @@ class Viewing(nn.Module):
 def test_a_model_that_needs_channels_first_gets_them() -> None:
     torch.manual_seed(0)
     run = tiny.play(tiny.plan(model=Viewing(), train__dtype="float32", engine__name="sequential"))
-    assert run.finished
+    assert run.server.finished
 
 
 # -- auto --
@@ -248,7 +259,7 @@ def test_a_model_that_needs_channels_first_gets_them() -> None:
 
 def test_auto_plays_short_runs_sequentially_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     for rounds in (4, 60):  # without and with a step to look
-        name, engine = choose.make_engine(tiny.plan(rounds=rounds))
+        name, engine = chosen(tiny.plan(rounds=rounds))
         assert name == "sequential"
         assert isinstance(engine, SequentialEngine)
     assert EngineConfig().name == "auto"
@@ -269,8 +280,8 @@ def test_auto_measures_a_long_run_and_says_what_it_chose(
     assert run.store.facts()["engine"] == run.engine_name
     list(run.rounds())
     assert multiprocessing.active_children() == []
-    for key, value in reference.server.items():
-        torch.testing.assert_close(run.server[key], value, rtol=1e-10, atol=1e-10)
+    for key, value in reference.server.tree.items():
+        torch.testing.assert_close(run.server.tree[key], value, rtol=1e-10, atol=1e-10)
     if run.engine_name != "stacked":  # which agrees up to rounding
         assert tiny.fingerprint(run)["server"] == tiny.fingerprint(reference)["server"]
 
@@ -291,7 +302,7 @@ def test_auto_leaves_out_a_stack_that_cannot_be_and_says_nothing_of_it(
 ) -> None:
     monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(choose, "STACK_STEPS", 1)
-    name, _ = choose.make_engine(tiny.plan(rounds=60, model=Choosy(), engine__threads=1))
+    name, _ = chosen(tiny.plan(rounds=60, model=Choosy(), engine__threads=1))
     assert name == "sequential"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("engine: sequential: ")
@@ -309,19 +320,19 @@ def test_auto_tries_no_stack_that_would_not_fit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(choose, "STACK_STEPS", 1)
     monkeypatch.setattr(choose, "STACK_BYTES", 1000)
-    assert choose.make_engine(tiny.plan(rounds=60, engine__threads=1))[0] == "sequential"
+    assert chosen(tiny.plan(rounds=60, engine__threads=1))[0] == "sequential"
 
 
 @pytest.mark.parametrize("changes", [{"engine__threads": 1}, {"engine__workers": 1}, {"clients_per_round": 1}])
 def test_auto_takes_no_cores_it_was_not_given(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
-    assert choose.make_engine(tiny.plan(rounds=60, **changes))[0] != "workers"
+    assert chosen(tiny.plan(rounds=60, **changes))[0] != "workers"
     assert multiprocessing.active_children() == []
 
 
 def test_a_run_that_goes_on_keeps_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
-    name, engine = choose.make_engine(tiny.plan(rounds=60), "workers")
+    name, engine = chosen(tiny.plan(rounds=60), "workers")
     assert (name, type(engine)) == ("workers", WorkersEngine)
 
 
@@ -337,4 +348,4 @@ def test_workers_are_for_the_cpu() -> None:
     with pytest.raises(
         ConfigError, match=r"^engine 'workers' trains on the CPU, but the device is meta; give --device"
     ):
-        WorkersEngine(made)
+        WorkersEngine(made, 2)
