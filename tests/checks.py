@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 import tiny
-from fednorm.core.method import Phase
 from fednorm.core.schedule import lr_factor
 from fednorm.core.state import Entry, Kind, Tree, entries
 from fednorm.core.step import training_mode
-from fednorm.engines.base import Engine, Job, Outcome
+from fednorm.engines.base import Train
 from fednorm.halves.prepared import lr_factors
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.training import Job, Outcome
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store
@@ -35,7 +36,7 @@ def centralized_sgd(made: Plan, *, momentum: float = 0.0, hold: frozenset[Kind] 
     """The plan's rounds as steps of torch's own SGD on the joined batches of all clients."""
     model = copy.deepcopy(made.prepared.model)
     train = made.config.train
-    factors = lr_factors(made.prepared, made.phases[0])
+    factors = lr_factors(made.prepared, made.method.phases[0].rule)
     groups = [{"params": [p], "factor": factors.get(name, 1.0)} for name, p in model.named_parameters()]
     optimizer = torch.optim.SGD(groups, lr=train.lr, momentum=momentum, weight_decay=train.weight_decay)
     for k in range(made.config.rounds):
@@ -72,28 +73,30 @@ def only(tree: Tree, keys: Iterable[str]) -> Tree:
 class Exchange:
     """One exchange as it went over the wire."""
 
-    phase: Phase
+    phase: PreparedPhase
     jobs: Sequence[Job]
     outcomes: Sequence[Outcome]
 
 
 @dataclass
 class Spy:
-    """An engine that keeps what it was asked and what it answered."""
+    """Training that keeps what it was asked and what it answered."""
 
-    inner: Engine
+    train: Train
     log: list[Exchange] = field(default_factory=list)
 
-    def train(self, phase: Phase, round: int, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
-        outcomes = list(self.inner.train(phase, round, jobs, probing))
+    def __call__(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
+    ) -> Iterator[Outcome]:
+        outcomes = list(self.train(phase, numbers, jobs, probing))
         self.log.append(Exchange(phase, jobs, outcomes))
         return iter(outcomes)
 
 
 def spied(made: Plan) -> tuple[Run, Spy]:
-    """A run that was not played yet, and the spy in its engine's place."""
+    """A run that was not played yet, and the spy in the place of its engine's training."""
     run = Run(made, Store())
-    run.engine = spy = Spy(run.engine)
+    run.engine.train = spy = Spy(run.engine.train)
     return run, spy
 
 

@@ -106,11 +106,12 @@ def plan(
 
 
 def play(made: Plan, store: Store | None = None, rounds: int | None = None) -> Run:
-    """The run after all its rounds, or after the next few."""
+    """The run after all its rounds, or after the next few, which are committed, so that another run can go on."""
     run = Run(made, store or Store())
     for played, _ in enumerate(run.rounds(), 1):
         if played == rounds:
             break
+    run.stop()
     return run
 
 
@@ -119,10 +120,10 @@ def fingerprint(run: Run) -> dict[str, Any]:
     run.stop()
     clients = {client: run.store.get(client) for client in run.store.seen()}
     return {
-        "server": digest(run.server),
-        "memory": digest(run.merge_memory),
+        "server": digest(run.server.tree),
+        "memory": digest(run.server.held.memory),
         "clients": {client: (state.steps, digest(state.tree)) for client, state in clients.items()},
-        "switch": run.switch_memory,
+        "switch": run.server.switch_memory,
         "rows": [{key: value for key, value in row.items() if key != "seconds"} for row in run.store.rows()],
     }
 
