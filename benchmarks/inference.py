@@ -26,12 +26,12 @@ from torch import nn
 
 from fednorm import models
 from fednorm.bench.machine import describe_machine
+from fednorm.engines.machine import find_device
 from fednorm.errors import ConfigError
 from fednorm.files import write_json
 from fednorm.halves.prepared import prepare
 from fednorm.methods import parse
 from fednorm.pieces.fold import fold
-from fednorm.running.plan import find_device
 
 RESULTS = Path(__file__).parent / "results"
 REFERENCE = "BN folded"

@@ -26,9 +26,10 @@ from fednorm.core.state import tree_bytes
 from fednorm.data.client_rows import ClientRows
 from fednorm.data.federation import Federation
 from fednorm.files import write_json
+from fednorm.halves.server import Server
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.plan import Plan, make_plan
-from fednorm.running.run import Run, sample
+from fednorm.running.run import Run
 from fednorm.running.store import Store
 
 RESULTS = Path(__file__).parent / "results"
@@ -78,12 +79,12 @@ def plan_for(arguments: argparse.Namespace) -> Plan:
     return make_plan(config, model=model, federation=federation(arguments.population))
 
 
-def sampling_seconds(plan: Plan) -> float:
+def sampling_seconds(server: Server) -> float:
     """Seconds to draw a cohort, median of rounds that are not played."""
-    times = []
+    times, phase = [], server.agreed.phases[0]
     for number in range(1, 201):
         started = time.perf_counter()
-        sample(plan, -number)
+        server.cohort(-number, phase)
         times.append(time.perf_counter() - started)
     return statistics.median(times)
 
@@ -98,10 +99,9 @@ def play(arguments: argparse.Namespace) -> dict[str, Any]:
         store = Store(path)
         run = Run(plan, store)
         before = peak_bytes()
-        run = run.rounds()
         started = time.perf_counter()
         seconds, largest = [], 0
-        for row in run:
+        for row in run.rounds():
             seconds.append(row["seconds"])
             largest = max(largest, sum(each.stat().st_size for each in path.parent.iterdir()))
         total = time.perf_counter() - started
@@ -119,7 +119,7 @@ def play(arguments: argparse.Namespace) -> dict[str, Any]:
         "seconds_to_start": ready,
         "seconds_a_round": total / plan.config.rounds,
         "seconds_a_round_median": statistics.median(seconds),
-        "seconds_to_sample": sampling_seconds(plan),
+        "seconds_to_sample": sampling_seconds(run.server),
         "rss_bytes": peak_bytes(),
         "rss_bytes_before_round_1": before,
         "data_bytes": plan.federation.x.nbytes + plan.federation.y.nbytes,

@@ -24,8 +24,9 @@ from fednorm.bench.machine import describe_machine
 from fednorm.bench.pools import random_images
 from fednorm.bench.timing import steady_seconds
 from fednorm.data.client_rows import consecutive_rows
+from fednorm.engines.machine import find_device
 from fednorm.files import write_json
-from fednorm.running.plan import find_device, make_plan
+from fednorm.running.plan import make_plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store
 

@@ -3,10 +3,11 @@
 from fednorm.core.method import Facts, Numbers, Part
 from fednorm.core.registry import register
 from fednorm.core.state import Kind, Tree
+from fednorm.core.step import Carry
 from fednorm.pieces.changes import add_transform
 
 
-def slowed(grads: Tree, params: Tree, numbers: Numbers, facts: Facts) -> Tree:
+def slowed(grads: Tree, carry: Carry, numbers: Numbers, facts: Facts) -> Tree:
     factor = {key: numbers["slow.factor"] for key, entry in facts.entries.items() if entry.kind is Kind.AFFINE}
     return {key: grad * factor.get(key, 1.0) for key, grad in grads.items()}
 

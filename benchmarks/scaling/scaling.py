@@ -31,12 +31,12 @@ from fednorm.bench.plain_steps import client_loop
 from fednorm.bench.pools import random_images
 from fednorm.bench.timing import Play, course_of, repeated
 from fednorm.data.federation import Federation, from_clients
+from fednorm.engines.machine import find_device, threads
 from fednorm.files import write_json
 from fednorm.running.config import RunConfig, updated
-from fednorm.running.plan import find_device, make_plan
+from fednorm.running.plan import make_plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store
-from fednorm.running.threads import threads
 
 HERE = Path(__file__).parent
 CLIENTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)

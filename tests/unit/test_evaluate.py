@@ -12,11 +12,11 @@ from torch.func import functional_call
 
 import tiny
 from fednorm.core.state import Kind, Tree
+from fednorm.halves.mine import ClientState
+from fednorm.running.evaluate import averaged, evaluate
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
-from fednorm.running.store import ClientState
-from fednorm.scoring.averages import averaged_local
-from fednorm.scoring.evaluate import MOST_NUMBERS, evaluate, score_groups, score_rows
+from fednorm.scoring.scores import MOST_NUMBERS
 
 
 def accuracy(plan: Plan, state: Tree, rows: Tensor | None = None, training: bool = False) -> float:
@@ -31,7 +31,7 @@ def accuracy(plan: Plan, state: Tree, rows: Tensor | None = None, training: bool
 
 
 def scores(run: Run) -> dict[str, Any]:
-    return evaluate(run.plan, run.plan.method.phases[-1], run.server, run.store)
+    return evaluate(run.plan, run.plan.evaluated(-1), run.server.tree, run.store)
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +40,19 @@ def fedbn() -> Run:
 
 
 def own_model(run: Run, client: int) -> Tree:
-    return {**run.server, **run.store.get(client).tree}
+    return {**run.server.tree, **run.store.get(client).tree}
 
 
 def averaged_model(run: Run) -> Tree:
     states = [run.store.get(client).tree for client in run.store.seen()]
     mean = {key: torch.stack([s[key].double() for s in states]).mean(0) for key in states[0]}
-    return {**run.server, **mean}
+    return {**run.server.tree, **mean}
 
 
 def test_the_global_model_is_scored_on_the_whole_test_set() -> None:
     run = tiny.play(tiny.plan("fedavg"))
     pooled = scores(run)["pooled"]
-    assert pooled["accuracy"] == accuracy(run.plan, run.server)
+    assert pooled["accuracy"] == accuracy(run.plan, run.server.tree)
     assert pooled["how"] == "global model"
     assert len(pooled["per_class"]) == tiny.NUM_CLASSES
 
@@ -60,12 +60,12 @@ def test_the_global_model_is_scored_on_the_whole_test_set() -> None:
 @pytest.mark.parametrize("most", [MOST_NUMBERS, 1], ids=["outputs kept", "outputs too large to keep"])
 def test_groups_of_rows_are_scored_as_each_alone(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that share rows, hold some twice, or leave some out; chunks that end inside them."""
-    monkeypatch.setattr("fednorm.scoring.evaluate.MOST_NUMBERS", most)
+    monkeypatch.setattr("fednorm.scoring.scores.MOST_NUMBERS", most)
     run = tiny.play(tiny.plan("fedavg", eval__chunk=5))
     pool = run.plan.federation.test_x, run.plan.federation.test_y
     groups = [torch.tensor(rows) for rows in ([0, 1, 2, 7, 8, 9, 10], [2, 2, 11], [9, 0])]
-    for found, group in zip(score_groups(run.plan, run.server, pool, groups), groups, strict=True):
-        alone = score_rows(run.plan, run.server, pool, group)
+    for found, group in zip(run.plan.scorer.groups(run.server.tree, pool, groups), groups, strict=True):
+        alone = run.plan.scorer.rows(run.server.tree, pool, group)
         assert found.keys() == alone.keys()
         assert all(torch.allclose(found[name], alone[name]) for name in alone)
         assert int(found["count"].sum()) == len(group)
@@ -77,7 +77,7 @@ def test_a_global_model_sees_a_row_once_however_many_clients_hold_it() -> None:
     shared = replace(run.plan, federation=replace(run.plan.federation, own_test=(rows,) * 3))
     seen: list[int] = []
     hook = run.plan.prepared.model.register_forward_hook(lambda module, given, out: seen.append(len(out)))
-    found = evaluate(shared, run.plan.method.phases[-1], run.server, run.store)
+    found = evaluate(shared, run.plan.evaluated(-1), run.server.tree, run.store)
     hook.remove()
     assert sum(seen) == 2 * len(rows)  # for the pooled score, and for all clients together
     assert set(found["own_client"]["per_client"].values()) == {found["pooled"]["accuracy"]}
@@ -126,7 +126,7 @@ def test_domains_are_averaged_without_weights() -> None:
     domains = {"small": torch.tensor([0, 1]), "large": torch.arange(2, 18)}
     run = tiny.play(tiny.plan("fedavg", data=replace(tiny.federation(), domains=domains)))
     found = scores(run)["domains"]
-    by_hand = {name: accuracy(run.plan, run.server, rows) for name, rows in domains.items()}
+    by_hand = {name: accuracy(run.plan, run.server.tree, rows) for name, rows in domains.items()}
     assert found["per_domain"] == by_hand
     assert found["accuracy"] == sum(by_hand.values()) / 2
 
@@ -135,13 +135,13 @@ def test_domains_are_averaged_without_weights() -> None:
 def test_the_chunk_does_not_matter(chunk: int) -> None:
     run = tiny.play(tiny.plan("fedavg", rounds=1, eval__chunk=chunk))
     found = scores(run)["pooled"]
-    assert found["accuracy"] == accuracy(run.plan, run.server)
+    assert found["accuracy"] == accuracy(run.plan, run.server.tree)
 
 
 def test_counters_average_by_maximum_and_clients_without_state_do_not_count(fedbn: Run) -> None:
     run = tiny.play(tiny.plan("fedbn", rounds=1))
     run.store.put(7, ClientState(0, {}))
-    average = averaged_local(run.plan, run.plan.method.phases[0], run.store)
+    average = averaged(run.plan, run.plan.phases[0], run.store)
     counters = [k for k, e in run.plan.prepared.facts.entries.items() if e.kind is Kind.COUNTER]
     assert {average[key].dtype for key in counters} == {torch.int64}
     assert all(int(average[key]) == 2 for key in counters)

@@ -9,18 +9,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fednorm.core.method import Facts
+from fednorm.core.step import Carry
 from fednorm.pieces.grads import AdaptiveClip, ClipNorm, unit_norms
 
 FACTS = Facts(entries={}, head=frozenset({"head"}))
 SHAPES = {"conv": (3, 2, 2, 2), "linear": (3, 4), "bias": (3,), "scalar": (1,), "bare": (), "head": (2, 3)}
 
 
-def trees(seed: int, scale: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def trees(seed: int, scale: float) -> tuple[dict[str, Tensor], Carry]:
+    """Gradients of some size, and the client they are of."""
     generator = torch.Generator().manual_seed(seed)
     grads = {key: scale * torch.randn(shape, generator=generator, dtype=torch.float64) for key, shape in SHAPES.items()}
     params = {key: torch.randn(shape, generator=generator, dtype=torch.float64) for key, shape in SHAPES.items()}
     params["bias"].zero_()
-    return grads, params
+    return grads, Carry(params=params, state={}, optimizer={}, extras={}, anchor={})
 
 
 def units(tensor: Tensor) -> Tensor:
@@ -30,10 +32,10 @@ def units(tensor: Tensor) -> Tensor:
 
 @given(st.integers(0, 10**6), st.floats(1e-6, 1e4), st.floats(1e-3, 10))
 def test_i18_every_unit_is_under_its_bound_and_small_ones_are_untouched(seed: int, scale: float, clip: float) -> None:
-    grads, params = trees(seed, scale)
-    clipped = AdaptiveClip()(grads, params, {"agc.clip": clip}, FACTS)
+    grads, carry = trees(seed, scale)
+    clipped = AdaptiveClip()(grads, carry, {"agc.clip": clip}, FACTS)
     for key in grads.keys() - {"head"}:
-        bound = clip * units(params[key]).norm(dim=1).clamp(min=1e-3)
+        bound = clip * units(carry.params[key]).norm(dim=1).clamp(min=1e-3)
         before, after = units(grads[key]).norm(dim=1), units(clipped[key]).norm(dim=1)
         assert bool((after <= bound * (1 + 1e-6)).all())
         assert torch.equal(units(clipped[key])[before <= bound], units(grads[key])[before <= bound])
@@ -42,21 +44,21 @@ def test_i18_every_unit_is_under_its_bound_and_small_ones_are_untouched(seed: in
 
 
 def test_the_last_layer_is_not_clipped() -> None:
-    grads, params = trees(0, 1e3)
-    assert torch.equal(AdaptiveClip()(grads, params, {"agc.clip": 0.1}, FACTS)["head"], grads["head"])
-    everything = AdaptiveClip()(grads, params, {"agc.clip": 0.1}, Facts({}, frozenset()))
+    grads, carry = trees(0, 1e3)
+    assert torch.equal(AdaptiveClip()(grads, carry, {"agc.clip": 0.1}, FACTS)["head"], grads["head"])
+    everything = AdaptiveClip()(grads, carry, {"agc.clip": 0.1}, Facts({}, frozenset()))
     assert not torch.equal(everything["head"], grads["head"])
 
 
 def test_a_bias_of_zero_is_clipped_to_a_ten_thousandth() -> None:
-    grads, params = trees(1, 1.0)
-    assert float(AdaptiveClip()(grads, params, {"agc.clip": 0.1}, FACTS)["bias"].norm()) == pytest.approx(1e-4)
+    grads, carry = trees(1, 1.0)
+    assert float(AdaptiveClip()(grads, carry, {"agc.clip": 0.1}, FACTS)["bias"].norm()) == pytest.approx(1e-4)
 
 
 def test_a_gradient_of_zero_stays_zero() -> None:
-    grads, params = trees(2, 0.0)
+    grads, carry = trees(2, 0.0)
     for rule, numbers in ((AdaptiveClip(), {"agc.clip": 0.1}), (ClipNorm(), {"clip.norm": 1.0})):
-        assert all(not bool(grad.any()) for grad in rule(grads, params, numbers, FACTS).values())
+        assert all(not bool(grad.any()) for grad in rule(grads, carry, numbers, FACTS).values())
 
 
 def test_a_unit_is_an_output_row_and_not_a_column() -> None:
@@ -68,12 +70,12 @@ def test_a_unit_is_an_output_row_and_not_a_column() -> None:
 
 @given(st.integers(0, 10**6), st.floats(1e-6, 1e4))
 def test_clipping_the_whole_gradient_follows_torch(seed: int, scale: float) -> None:
-    grads, params = trees(seed, scale)
+    grads, carry = trees(seed, scale)
     theirs = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in SHAPES.values()]
     for tensor, grad in zip(theirs, grads.values(), strict=True):
         tensor.grad = grad.clone()
     torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-    ours = ClipNorm()(grads, params, {"clip.norm": 1.0}, FACTS)
+    ours = ClipNorm()(grads, carry, {"clip.norm": 1.0}, FACTS)
     for mine, tensor in zip(ours.values(), theirs, strict=True):
         assert tensor.grad is not None
         assert torch.allclose(mine, tensor.grad, rtol=1e-12, atol=0)

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tiny
 from fednorm.core.state import Tree, digest
-from fednorm.core.step import training_mode
-from fednorm.engines.base import step_spec
+from fednorm.core.step import Batch, Carry, training_mode
 from fednorm.layers.batch_stats import moments
-from fednorm.pieces.moments import Mode, inputs_of_norms, moments_step
+from fednorm.pieces.moments import Mode, TakeMoments, inputs_of_norms
 from fednorm.running.plan import Plan
 
-Batch = tuple[Tensor, Tensor]
+Examples = tuple[torch.Tensor, torch.Tensor]
 
 
 def plan_of(method: str = "fedavg", *layers: nn.Module) -> Plan:
@@ -26,19 +25,20 @@ def plan_of(method: str = "fedavg", *layers: nn.Module) -> Plan:
     return tiny.plan(method, model=nn.Sequential(*first, nn.Flatten(), nn.Linear(36, 3)).double(), rounds=1)
 
 
-def retaken(mode: Mode, batches: Sequence[Batch], made: Plan | None = None) -> Tree:
+def retaken(mode: Mode, batches: Sequence[Examples], made: Plan | None = None) -> Tree:
     """The state after a pass over some batches."""
     made = made or plan_of()
-    spec = step_spec(made, made.phases[0], probing=False)
-    step = moments_step(mode)(spec)
-    rest, buffers = {key: value + 3 for key, value in made.initial().items()}, {}  # what was there must not matter
-    params = {"weights": torch.zeros(())}
+    spec = made.step_spec(made.phases[0].passes[0])
+    step = TakeMoments(mode)(spec)
+    params, buffers = {"weights": torch.zeros(())}, {"momentum:weights": torch.zeros(())}
+    start = {key: value + 3 for key, value in made.initial().items()}  # what was there must not matter
+    carry = Carry(params=params, state=start, optimizer=buffers, extras={}, anchor={})
     with training_mode(spec.model, frozenset()):
         for x, y in batches:
-            out = step(params, rest, buffers, {}, x, y, torch.zeros((), dtype=torch.int64), {})
-            rest, buffers = out.rest, out.buffers
-            assert out.params is params
-    return rest
+            carry, _ = step(carry, Batch(x, y, torch.zeros((), dtype=torch.int64)), {})
+            assert carry.params is params
+            assert carry.optimizer is buffers
+    return carry.state
 
 
 CLIENTS = [tiny.examples(4 + 2 * client, shift=3.0 * client, seed=client) for client in range(4)]

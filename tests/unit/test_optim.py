@@ -8,7 +8,6 @@ import torch
 import tiny
 from fednorm.core.optim import ADAM, MOMENTUM_SGD, SGD, Optimizer, optimizer
 from fednorm.core.state import Kind, Tree, entries
-from fednorm.engines.base import step_spec
 from fednorm.errors import ConfigError
 
 START = {"a": torch.tensor([1.0, -2.0, 0.5]).double(), "b": torch.tensor([[3.0]]).double()}
@@ -81,7 +80,7 @@ def test_buffers_are_state_of_their_own_kind() -> None:
 def test_vectors_can_be_spared_from_weight_decay() -> None:
     """With no gradient at all a step is weight decay alone: matrices shrink, gamma, beta and biases stay to the bit."""
     made = tiny.plan("fedavg", train__decay_vectors=False, train__momentum=0.0)
-    spec = step_spec(made, made.method.stages[0][0], probing=False)
+    spec = made.step_spec(made.phases[0].passes[0])
     params = {entry.key: made.prepared.initial[entry.key] for entry in made.prepared.entries if entry.trainable}
     still = {key: torch.zeros_like(value) for key, value in params.items()}
     numbers = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.5}

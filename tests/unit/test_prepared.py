@@ -89,13 +89,13 @@ def test_only_the_batch_norms_affine_can_be_held() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.LayerNorm(2))
     method = parse("fedavg").map_rules(lambda rule: Rule(hold=frozenset({Kind.AFFINE})))
     prepared = prepare(model, method)
-    assert [e.key for e in prepared.trained(method.phases[0])] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert [e.key for e in prepared.trained(method.phases[0].rule)] == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 def test_factors_on_one_key_multiply() -> None:
     rule = Rule(lr_factors=(lambda model: {"a": 0.5, "b": 2.0}, lambda model: {"a": 0.1}))
     method = parse("fedavg").map_rules(lambda _: rule)
-    assert lr_factors(prepare(PLAIN, method), method.phases[0]) == {"a": 0.05, "b": 2.0}
+    assert lr_factors(prepare(PLAIN, method), method.phases[0].rule) == {"a": 0.05, "b": 2.0}
 
 
 def test_surgery_is_done_in_the_order_of_the_parts() -> None:

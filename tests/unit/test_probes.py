@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import tiny
+from fednorm.core.state import Tree
+from fednorm.core.step import Carry
 from fednorm.errors import ConfigError
 from fednorm.halves.prepared import facts_of
 from fednorm.scoring.probes import PROBES, find_probes
@@ -15,10 +17,12 @@ TREE = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
 ZERO = {key: torch.zeros_like(value) for key, value in TREE.items()}
 
 
-def see(name: str, **trees: dict[str, torch.Tensor]) -> float:
+def see(name: str, grads: Tree = ZERO, new: Tree = ZERO, anchor: Tree = ZERO, state: Tree | None = None) -> float:
+    """What a probe sees of a step with these gradients, which led from zeros to these parameters and this state."""
     net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    chosen = {"grads": ZERO, "params": ZERO, "new": ZERO, "anchor": ZERO, "rest": {}} | trees
-    return float(PROBES[name].see(*chosen.values(), facts_of(net)))
+    before = Carry(params=ZERO, state={}, optimizer={}, extras={}, anchor=anchor)
+    after = before._replace(params=new, state=state or {})
+    return float(PROBES[name].see(grads, before, after, facts_of(net)))
 
 
 def test_norms_run_over_all_tensors() -> None:
@@ -28,10 +32,10 @@ def test_norms_run_over_all_tensors() -> None:
 
 
 def test_statistics_are_averaged_over_channels() -> None:
-    rest = {"0.running_mean": torch.tensor([1.0, 3.0]), "1.running_mean": torch.tensor([5.0, 7.0])}
-    rest |= {"0.running_var": torch.tensor([2.0, 2.0]), "1.running_var": torch.tensor([4.0, 4.0])}
-    assert see("running-mean", rest=rest) == 4.0
-    assert see("running-var", rest=rest) == 3.0
+    state = {"0.running_mean": torch.tensor([1.0, 3.0]), "1.running_mean": torch.tensor([5.0, 7.0])}
+    state |= {"0.running_var": torch.tensor([2.0, 2.0]), "1.running_var": torch.tensor([4.0, 4.0])}
+    assert see("running-mean", state=state) == 4.0
+    assert see("running-var", state=state) == 3.0
     assert see("running-var") == 0.0
 
 

@@ -13,7 +13,7 @@ from fednorm.errors import CheckpointError
 from fednorm.running import records
 from fednorm.running.api import Playable, play
 from fednorm.running.field_texts import field_texts
-from fednorm.running.records import ResultFile, RoundRow, RunId, new_row, read_result, read_row
+from fednorm.running.records import ResultFile, RoundRow, RunId, read_result, read_row
 from fednorm.running.results import Result, summarise
 from fednorm.running.store import Store
 
@@ -63,7 +63,8 @@ def test_what_a_run_writes_fits_its_types() -> None:
 
 
 def test_the_check_finds_misfits() -> None:
-    row = {**new_row(round=1, stage=0, clients=2), "lr": "high", "more": 1, "cohort": [0.5]}
+    begun = {"version": 1, "round": 1, "stage": 0, "clients": 2, "exchanges": 0, "bytes_up": 0, "bytes_down": 0}
+    row = {**begun, "lr": "high", "more": 1, "cohort": [0.5]}
     assert sorted(misfits(row, RoundRow, "row")) == [
         "row.cohort[]: 0.5 is not int",
         "row.lr: 'high' is not float",

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednorm.core.phases import PhaseId, Purpose
+from fednorm.core.report import Report
 from fednorm.core.state import Entry, Kind, Tree, digest
 from fednorm.errors import ConfigError, WireError
 from fednorm.halves.messages import (
@@ -51,7 +52,6 @@ from fednorm.halves.wire import (
     to_parts,
 )
 from fednorm.halves.wire_format import DTYPES, HEAD, canonical, pack
-from fednorm.pieces.weights import Report
 
 TERMS = Terms(
     run="r1", method="fedbn", weights="size", model="cnn", schema="5c" * 32, initial="1n" * 32, work=LocalWork(lr=1)

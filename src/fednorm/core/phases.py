@@ -36,4 +36,7 @@ class PhaseId(NamedTuple):
     def parse(cls, text: str) -> PhaseId:
         """The id that has this text; a ValueError where none has."""
         purpose, stage, number = text.split(".")
-        return cls(Purpose(purpose), int(stage), int(number))
+        found = cls(Purpose(purpose), int(stage), int(number))
+        if str(found) != text or min(found.stage, found.number) < 0:
+            raise ValueError(f"{text!r} is no phase's address; write it like train.0.0")
+        return found

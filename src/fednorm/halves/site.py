@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fednorm import __version__
-from fednorm.core.phases import Purpose
+from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.state import Tree
 from fednorm.core.step import Probe, StepSpec
 from fednorm.core.task import Task
@@ -192,8 +192,9 @@ class Site:
                 client=self.client,
                 exchange=request.address.number,
             )
-        known = request.phase in self.sites.method.all_phases or request.purpose is Purpose.SCORE
-        if not known or request.phase.stage >= len(self.sites.method.stages):
+        method = self.sites.method
+        scored = [PhaseId(Purpose.SCORE, stage) for stage in range(len(method.stages))]
+        if request.phase not in (*method.all_phases, *scored):
             raise WireError(
                 f"'{self.terms.method}' has no phase {request.phase}",
                 client=self.client,

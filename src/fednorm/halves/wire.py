@@ -284,7 +284,6 @@ def _read_fields(value: Any, hints: Mapping[str, Any], name: str) -> dict[str, A
 def _phase(value: Any) -> PhaseId | None:
     """The phase that has this text, in the one way to write it."""
     try:
-        phase = PhaseId.parse(value) if isinstance(value, str) else None
+        return PhaseId.parse(value) if isinstance(value, str) else None
     except ValueError:
         return None
-    return phase if str(phase) == value else None

@@ -1,4 +1,4 @@
-"""The server: which updates it refuses, in which words, and how it merges the rest."""
+"""Merging: which updates are refused, in which words, and how the rest are merged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from fednorm.core.method import Phase
 from fednorm.core.report import Report
 from fednorm.core.state import Kind, Policy, Tree, digest, model_state
 from fednorm.errors import ConfigError
-from fednorm.halves import merging as server
-from fednorm.halves.merging import Update, flaw, flaws, keys_with, merge_updates
+from fednorm.halves import merging
+from fednorm.halves.merging import flaw, flaws, merge_updates
+from fednorm.halves.messages import Update
 from fednorm.halves.prepared import prepare
+from fednorm.halves.schema import keys_with
 from fednorm.methods import parse
 
 NET = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -54,8 +56,8 @@ def test_among_many_updates_the_bad_ones_are_named(monkeypatch: pytest.MonkeyPat
     bad = an_update(1, _0__bias=torch.tensor([0.0, torch.nan, 0.0]))
     misfit = an_update(3, _2__weight=torch.zeros(1))
     expected = [None, "'0.bias' is not finite", None, "'2.weight' is not expected"]
-    for at_a_time in (server.GROUP_SIZE, 1):
-        monkeypatch.setattr(server, "GROUP_SIZE", at_a_time)
+    for at_a_time in (merging.GROUP_SIZE, 1):
+        monkeypatch.setattr(merging, "GROUP_SIZE", at_a_time)
         assert flaws([an_update(0), bad, an_update(2), misfit], SCHEMA) == expected
 
 
