@@ -9,15 +9,14 @@ import socket
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
-from fednorm import FednormError, RunConfig, Site, wire
+from fednorm import FednormError, Reception, RunConfig, Site, wire
 from fednorm.core.state import digest
-from fednorm.halves.messages import Refusal
-from fednorm.halves.mine import Mine
-from fednorm.halves.reception import Reception
+from fednorm.halves.terms import refuse_needs
 from fednorm.running.config import updated
 from fednorm.running.plan import build_model, make_plan
 from fednorm.running.run import Run
@@ -35,32 +34,31 @@ def settle(args):
 
 
 def serve(args, folder):
-    plan, model = settle(args)
-    options = {"run": "example", "per_round": args.per_round, "score_every": args.rounds}
-    desk = Reception(folder / "server", args.clients, model, args.method, plan.work, **options)
+    (plan, model), options = settle(args), {"per_round": args.per_round, "score_every": args.rounds}
+    desk = Reception(folder / "server", args.clients, model, args.method, plan.work, run="example", **options)
     listener = socket.create_server(("127.0.0.1", 0))
     wire.save(folder / "port", {"port": listener.getsockname()[1]}, {})
     while not desk.finished:
-        with listener.accept()[0] as sock:
-            try:
+        try:
+            with listener.accept()[0] as sock:
                 for answer in desk.handle(wire.decode(wire.receive(sock) or b"")):
                     wire.send(sock, answer)
-            except (FednormError, OSError) as error:  # whoever that was, it changed nothing
-                print(f"refused: {error}", file=sys.stderr)
-    result = {"server": digest(desk.server.tree), "stages": [row["stage"] for row in desk.rows]}
-    wire.save(folder / "result", result, {})
+        except (FednormError, OSError) as error:  # whoever that was, it changed nothing
+            print(f"refused: {error}", file=sys.stderr)
+    stages = [row["stage"] for row in desk.rows]
+    wire.save(folder / "result", {"server": digest(desk.server.tree), "stages": stages}, {})
 
 
 def take_part(args, folder, number):
     (plan, model), site, kept = settle(args), None, folder / f"client-{number:03}"
     data, rows = plan.federation, plan.federation.clients[number]
-    mine = wire.load_mine(kept) if kept.exists() else Mine()
+    mine = wire.load_mine(kept)
     while not (folder / "result").exists():
         try:
             welcome, request = ask(folder, Site.hello(kept.name, model, len(rows)), answers=2)
-            if not isinstance(request, Refusal):
-                more = {"task": plan.task, "mean": data.mean, "std": data.std}
-                site = site or Site(welcome.terms, welcome.client, model, (data.x[rows], data.y[rows]), **more)
+            if not isinstance(request, wire.Refusal):
+                own = {"train": (data.x[rows], data.y[rows]), "mean": data.mean, "std": data.std}
+                site = site or Site(welcome.terms, welcome.client, model, task=plan.task, **own)
                 answer, mine = site.answer(request, mine)
                 wire.save_mine(kept, mine)
                 ask(folder, answer, answers=0)
@@ -74,15 +72,10 @@ def ask(folder, message, answers):
         return [wire.decode(wire.receive(sock) or b"") for _ in range(answers)]
 
 
-def results(args, folder):
-    kept = [digest(wire.load_mine(folder / f"client-{c:03}").accepted.tree) for c in range(args.clients)]
-    return {**wire.load(folder / "result")[0], "clients": kept}
-
-
 def in_simulator(args):
     run = Run(settle(args)[0], Store())
     stages = [row["stage"] for row in run.rounds()]
-    kept = [digest(run.store.get(c).tree) for c in range(args.clients)]
+    kept = [digest(state.tree) for state in run.store.get_many(range(args.clients)).values()]
     return {"server": digest(run.server.tree), "stages": stages, "clients": kept}
 
 
@@ -93,11 +86,14 @@ if __name__ == "__main__":
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--check", action="store_true", help="play the same in the simulator; exit 1 where it differs")
     args, folder = parser.parse_args(), Path(tempfile.mkdtemp())
-    work = [(serve, (args, folder)), *((take_part, (args, folder, c)) for c in range(args.clients))]
-    processes = [multiprocessing.get_context("fork").Process(target=each, args=given) for each, given in work]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    print(results(args, folder))
-    sys.exit(args.check and results(args, folder) != in_simulator(args))
+    try:
+        refuse_needs(settle(args)[0].method)
+    except FednormError as error:
+        parser.error(str(error))
+    with ProcessPoolExecutor(args.clients + 1, multiprocessing.get_context("fork")) as pool:
+        pool.submit(serve, args, folder)
+        list(pool.map(take_part, [args] * args.clients, [folder] * args.clients, range(args.clients)))
+    kept = [digest(wire.load_mine(path).accepted.tree) for path in sorted(folder.glob("client-*"))]
+    found = {**wire.load(folder / "result")[0], "clients": kept}
+    print(found)
+    sys.exit(args.check and found != in_simulator(args))

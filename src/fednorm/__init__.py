@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fednorm.halves.loop import split as split
     from fednorm.halves.messages import Update as Update
     from fednorm.halves.prepared import prepare as prepare
+    from fednorm.halves.reception import Reception as Reception
     from fednorm.halves.server import Server as Server
     from fednorm.halves.site import Site as Site
     from fednorm.methods import known_methods as known_methods
@@ -45,6 +46,7 @@ _HOME = {
     "Method": "core.method",
     "Part": "core.method",
     "Policy": "core.state",
+    "Reception": "halves.reception",
     "RunConfig": "running.config",
     "Server": "halves.server",
     "Site": "halves.site",

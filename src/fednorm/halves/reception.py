@@ -13,7 +13,9 @@ from fednorm.errors import WireError
 from fednorm.halves.founding import found
 from fednorm.halves.messages import Hello, LocalWork, Message, Refusal, Scores, Update, Welcome
 from fednorm.halves.server import Row, Server
+from fednorm.halves.terms import refuse_needs
 from fednorm.halves.wire_files import load, save
+from fednorm.methods import parse
 
 WAIT = "nothing is asked of you yet; say hello again later"
 
@@ -28,6 +30,7 @@ class Reception:
     def __init__(
         self, path: Path, clients: int, model: nn.Module, method: str | Method, work: LocalWork, **options: Any
     ) -> None:
+        refuse_needs(parse(method))
         self.path = path
         self.clients = clients
         self.server: Server | None = None

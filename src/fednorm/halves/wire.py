@@ -1,9 +1,10 @@
 """Messages on their way: as (header, tree) for frameworks that carry tensors, as bytes for sockets and files.
 
 `to_parts` and `from_parts` are the first level, `encode` and `decode` the second, `send` and `receive` put the bytes on
-a stream; `save` and `load` keep what must survive a restart. The `check_` functions compare what arrived with what was agreed. All of them refuse with a `WireError`, which
-names client, exchange and entry as far as they are known, and never with anything else. Values are judged elsewhere
-(`merging.flaws`): a client whose training diverged can say so, and is refused by name.
+a stream; `save` and `load` keep what must survive a restart. The `check_` functions compare what arrived with what was
+agreed. All refuse messages with a `WireError`, which names client, exchange and entry as far as they are known, and
+never with anything else. Values are judged elsewhere (`merging.flaws`): a client whose training diverged can say so,
+and is refused by name.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from fednorm.halves.messages import (
     Update,
     Welcome,
 )
+from fednorm.halves.mine import Mine
 from fednorm.halves.wire_files import load, load_mine, save, save_mine
 from fednorm.halves.wire_format import Limits, Where, as_object, limits_for, pack, seal, short, unpack, unseal
 
 __all__ = [
     "Limits",
+    "Mine",
+    "Refusal",
     "check_answer",
     "check_hello",
     "check_request",

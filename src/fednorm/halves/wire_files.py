@@ -61,8 +61,14 @@ def save_mine(path: Path, mine: Mine, *, terms: str | None = None) -> None:
 
 
 def load_mine(path: Path, *, terms: str | None = None) -> Mine:
-    """What a client kept, as `load`; with `terms`, a `CheckpointError` where it was kept under others."""
-    header, trees = load(path)
+    """What a client kept, nothing where there is no file; with `terms`, an error where it was kept under others.
+
+    A client whose file was lost so begins as a new one, which the server's next request notices (`Mine.as_of`).
+    """
+    try:
+        header, trees = load(path)
+    except FileNotFoundError:
+        return Mine()
     whole = {"exchange", "steps", "pending_exchange"}
     numbers = [header.get(name) for name in whole] + [header.get("pending_steps") or 0]
     fits = header.keys() == whole | {"pending_steps", "terms"} and trees.keys() == {"accepted", "pending"}
