@@ -18,11 +18,15 @@ def test_public_names_are_pinned() -> None:
         "Method",
         "Part",
         "Policy",
+        "Reception",
         "RunConfig",
+        "Server",
+        "Site",
         "Update",
         "__version__",
         "compare",
         "entries",
+        "found",
         "from_clients",
         "kinds",
         "known_methods",
@@ -35,6 +39,7 @@ def test_public_names_are_pinned() -> None:
         "register_norm",
         "run",
         "split",
+        "wire",
     ]
     for name in fednorm.__all__:
         assert getattr(fednorm, name) is not None

@@ -238,9 +238,10 @@ class Server:
             self.round, self._step = exchange.round, 0
 
     def _opened(self) -> Exchange:
-        if self._open is None:
-            raise ConfigError("no exchange is open; ask `open` first")
-        return self._open
+        exchange = self.open()
+        if exchange is None:
+            raise WireError("the run is over; nothing is asked any more")
+        return exchange
 
     # -- over a wire --
 
@@ -286,7 +287,7 @@ class Server:
                 {key: schema[key][0] for key in keys} for keys in (exchange.phase.shared, exchange.phase.reported)
             )
             check_update(answer, address, shared, told)
-        if client in self._taken or client in self.scores:
+        if client not in self.missing:
             log.info("client %d answered exchange %d twice; the second answer is ignored", client, exchange.number)
             return False
         if isinstance(answer, Scores):

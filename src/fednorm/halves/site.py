@@ -153,6 +153,8 @@ class Site:
         What it keeps counts once a later request names this exchange as accepted.
         """
         phase = self._checked(request)
+        if request.purpose is Purpose.SCORE:
+            raise self._refused(request, "it asks for a test, not for work")
         mine = mine.as_of(request.accepted)
         before = mine.accepted
         start = phase.start(request.tree, before.tree, self.sites.device)
@@ -169,6 +171,8 @@ class Site:
     def score(self, request: Request, mine: Mine) -> Scores:
         """Sums of this client's model on its own test data, and on what it set aside for validation."""
         phase = self._checked(request)
+        if request.purpose is not Purpose.SCORE:
+            raise self._refused(request, "it asks for work, not for a test")
         own = mine.as_of(request.accepted).accepted.tree
         state = phase.start(request.tree, own, self.sites.device)
         pool = self.sites.batches.pool
@@ -187,22 +191,19 @@ class Site:
     def _checked(self, request: Request) -> PreparedPhase:
         """The phase a request names, once it is sure that the request is for this client and these terms."""
         if request.client != self.client:
-            raise WireError(
-                f"a request for client {request.client} came to client {self.client}; send it there",
-                client=self.client,
-                exchange=request.address.number,
+            raise self._refused(
+                request, f"a request for client {request.client} came to client {self.client}; send it there"
             )
         method = self.sites.method
         scored = [PhaseId(Purpose.SCORE, stage) for stage in range(len(method.stages))]
         if request.phase not in (*method.all_phases, *scored):
-            raise WireError(
-                f"'{self.terms.method}' has no phase {request.phase}",
-                client=self.client,
-                exchange=request.address.number,
-            )
+            raise self._refused(request, f"'{self.terms.method}' has no phase {request.phase}")
         phase = self.sites.phase(request.phase)
         check_request(request, self.terms.digest, {key: phase.schema[key][0] for key in phase.sent})
         return phase
+
+    def _refused(self, request: Request, why: str) -> WireError:
+        return WireError(why, client=self.client, exchange=request.address.number)
 
 
 def batches_of(pool: Pool, agreed: Agreed, *, cohort: int = 1) -> Batches:
