@@ -6,10 +6,12 @@ import importlib.util
 import json
 import re
 import runpy
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import is_typeddict
+from typing import Any, is_typeddict
 
 import pytest
 
@@ -17,7 +19,7 @@ import fednorm
 import tiny
 from fednorm import models
 from fednorm.core.expression import literal, parse_term
-from fednorm.core.state import Kind
+from fednorm.core.state import Kind, digest
 from fednorm.data.partition import find_partition
 from fednorm.errors import ConfigError
 from fednorm.methods import known_methods, parse
@@ -107,6 +109,31 @@ def test_the_page_on_adding_a_method_adds_one_that_trains(tmp_path: Path) -> Non
     assert frozen[Kind.AFFINE] < 1e-15 < slow[Kind.AFFINE] < usual[Kind.AFFINE]  # 0, but for the mean's last bit
     assert frozen[Kind.WEIGHT] > 0
     assert parse("slow-affine+gn+fixbn(affine=true,statistics=false)").name.startswith("slow-affine")
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_the_page_on_the_two_halves_gives_the_numbers_of_the_simulator(tmp_path: Path) -> None:
+    page: dict[str, Any] = {}
+    for number, block in enumerate(python_blocks(DOCS / "halves.md")):
+        file = tmp_path / f"block_{number}.py"
+        file.write_text(block)
+        page |= vars(load_file(file))
+    plan = tiny.plan("control-variates+fedbn", rounds=3, train__momentum=0.0, eval__every=3)
+    expected = digest(tiny.play(plan).server.tree)
+    data = plan.federation
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(len(data.clients) + 1) as pool:
+        served = pool.submit(
+            page["serve"], listener, tmp_path, len(data.clients), tiny.residual_net(), plan.method, plan.work
+        )
+
+        def connect() -> socket.socket:
+            return socket.create_connection(listener.getsockname(), timeout=2)
+
+        for client, rows in enumerate(data.clients):
+            own = (data.x[rows], data.y[rows])
+            given = (tmp_path, f"client-{client}", tiny.residual_net(), own, plan.task, served.done)
+            pool.submit(page["take_part"], connect, *given)
+        assert digest(served.result(60)) == expected
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)

@@ -59,7 +59,7 @@ def draw_step(sheet: Sheet) -> None:
     sheet.box(
         (2, 66), (42, 11),
         "one step of one client   (core/step.py)\n"
-        "state, batch, key, numbers  $\\rightarrow$  state, loss\n"
+        "step(carry, batch, numbers)  $\\rightarrow$  carry, seen\n"
         "written once: loss, gradient, rule of the method, update",
         STEP,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def draw_stack(sheet: Sheet) -> None:
 
 def draw_round(sheet: Sheet) -> None:
     """A round as programs over state that stays on the device."""
-    sheet.panel((48, 33), (80, 27), "a round on the GPU (Exchange): three programs over named tensors", PANEL)
+    sheet.panel((48, 33), (80, 27), "a round on the GPU (PhaseProgram): three programs over named tensors", PANEL)
     boxes = (("start", "server's, own or\nfresh state"), ("step", "gather, augment,\nforward, backward,\nupdate"))
     for place, (name, text) in enumerate((*boxes, ("merge", "weigh, sum,\nserver's rule,\nreport"))):
         sheet.box((51 + 26 * place, 43.5), (20, 11), f"$\\bf{{{name}}}$\n{text}", DEVICE, 9.5)
