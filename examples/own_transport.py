@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,15 +39,15 @@ def serve(args, folder):
     desk = Reception(folder / "server", args.clients, model, args.method, plan.work, run="example", **options)
     listener = socket.create_server(("127.0.0.1", 0))
     wire.save(folder / "port", {"port": listener.getsockname()[1]}, {})
-    while not desk.finished:
+    while not desk.over:
         try:
             with listener.accept()[0] as sock:
                 for answer in desk.handle(wire.decode(wire.receive(sock) or b"")):
                     wire.send(sock, answer)
         except (FednormError, OSError) as error:  # whoever that was, it changed nothing
             print(f"refused: {error}", file=sys.stderr)
-    stages = [row["stage"] for row in desk.rows]
-    wire.save(folder / "result", {"server": digest(desk.server.tree), "stages": stages}, {})
+    stages, error = [row["stage"] for row in desk.rows], str(desk.failure or "")
+    wire.save(folder / "result", {"server": digest(desk.server.tree), "stages": stages, "error": error}, {})
 
 
 def take_part(args, folder, number):
@@ -54,7 +55,7 @@ def take_part(args, folder, number):
     data, rows = plan.federation, plan.federation.clients[number]
     mine = wire.load_mine(kept)
     while not (folder / "result").exists():
-        try:
+        with suppress(FednormError, OSError):  # the server may be away; it will be back
             welcome, request = ask(folder, Site.hello(kept.name, model, len(rows)), answers=2)
             if not isinstance(request, wire.Refusal):
                 own = {"train": (data.x[rows], data.y[rows]), "mean": data.mean, "std": data.std}
@@ -62,8 +63,7 @@ def take_part(args, folder, number):
                 answer, mine = site.answer(request, mine)
                 wire.save_mine(kept, mine)
                 ask(folder, answer, answers=0)
-        except (FednormError, OSError):  # the server is away, and will be back
-            time.sleep(0.01)
+        time.sleep(0.005)
 
 
 def ask(folder, message, answers):
@@ -76,7 +76,7 @@ def in_simulator(args):
     run = Run(settle(args)[0], Store())
     stages = [row["stage"] for row in run.rounds()]
     kept = [digest(state.tree) for state in run.store.get_many(range(args.clients)).values()]
-    return {"server": digest(run.server.tree), "stages": stages, "clients": kept}
+    return {"server": digest(run.server.tree), "stages": stages, "error": "", "clients": kept}
 
 
 if __name__ == "__main__":

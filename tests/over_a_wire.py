@@ -152,7 +152,7 @@ def play(plan: Plan, model: nn.Module, folder: Path, point: Point = live_on, **o
     clients = [Client(number, plan, model, folder, point) for number in range(len(plan.federation.clients))]
     for number in _turns(len(clients)):
         clients[number].turn(desk)
-        if desk.desk is not None and desk.desk.finished:
+        if desk.desk is not None and desk.desk.over:
             return Played(desk.desk, clients, desk.bytes)
     raise AssertionError("the run does not end")
 

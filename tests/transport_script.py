@@ -1,6 +1,6 @@
 """Runs of examples/own_transport.py for the tests: many in one process that has torch imported, or with random kills.
 
-python transport_script.py play METHOD PER_ROUND ...   prints a line of JSON for each pair: what came out, here and there
+python transport_script.py play METHOD PER_ROUND ...   prints a line of JSON for each pair: results here and there
 python transport_script.py kill METHOD SEED KILLS      kills and restarts its processes at random
 """
 

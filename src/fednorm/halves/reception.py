@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from fednorm.core.method import Method
-from fednorm.errors import WireError
+from fednorm.errors import DivergedError, FednormError, QuorumError, WireError
 from fednorm.halves.founding import found
 from fednorm.halves.messages import Hello, LocalWork, Message, Refusal, Scores, Update, Welcome
 from fednorm.halves.server import Row, Server
-from fednorm.halves.terms import refuse_needs
+from fednorm.halves.terms import model_digest, refuse_needs
+from fednorm.halves.wire import check_hello
 from fednorm.halves.wire_files import load, save
 from fednorm.methods import parse
 
@@ -36,13 +37,16 @@ class Reception:
         self.server: Server | None = None
         self.rows: list[Row] = []
         """of the rounds that are over"""
+        self.failure: FednormError | None = None
+        """why the run ended early: a client diverged, or too few could be used"""
         self._made_of = model, method, work, options
         self._hellos: dict[str, Hello] = {}
         self._welcomes: Mapping[str, Welcome] = {}
 
     @property
-    def finished(self) -> bool:
-        return self.server is not None and self.server.finished
+    def over(self) -> bool:
+        """Whether the run is finished, or cannot go on because of `failure`."""
+        return self.failure is not None or (self.server is not None and self.server.finished)
 
     def handle(self, message: Message) -> list[Message]:
         """What to answer: a welcome and a request, or refusals to come again later; to an answer, nothing.
@@ -50,15 +54,36 @@ class Reception:
         A message that cannot be used raises, and changes nothing.
         """
         if isinstance(message, Hello):
-            self._hellos[message.name] = message
-            if self.server is None and len(self._hellos) == self.clients:
-                self._begin()
+            self._greet(message)
             return self._answers(message.name)
         if not isinstance(message, Update | Scores) or self.server is None:
             raise WireError(f"a {type(message).__name__.lower()} came where a hello or an answer was expected")
         self.server.take(message)
-        self._close_what_is_complete(self.server)
+        while not self.over and not self.server.missing:
+            self.close()
         return []
+
+    def close(self) -> None:
+        """Go on from the open exchange, without clients that have not answered if the quorum allows it."""
+        if self.server is None:
+            raise WireError("the run has not begun; wait for all clients")
+        try:
+            self.server.close()
+        except (DivergedError, QuorumError) as failure:
+            self.failure = failure
+            raise
+        if self.server.round > len(self.rows):
+            self.rows.append(self.server.row)
+        facts, trees = self.server.state()
+        save(self.path, {**facts, "rows": self.rows}, trees)
+
+    def _greet(self, hello: Hello) -> None:
+        check_hello(hello, model_digest(self._made_of[0]))
+        if hello.name not in self._hellos and len(self._hellos) == self.clients:
+            raise WireError(f"'{hello.name}' is not one of the {self.clients} clients of this run; all have come")
+        self._hellos[hello.name] = hello
+        if self.server is None and len(self._hellos) == self.clients:
+            self._begin()
 
     def _begin(self) -> None:
         model, method, work, options = self._made_of
@@ -73,11 +98,3 @@ class Reception:
             return [Refusal(WAIT), Refusal(WAIT)]
         welcome = self._welcomes[name]
         return [welcome, self.server.requests().get(welcome.client) or Refusal(WAIT)]
-
-    def _close_what_is_complete(self, server: Server) -> None:
-        while server.open() is not None and not server.missing:
-            server.close()
-            if server.round > len(self.rows):
-                self.rows.append(server.row)
-            facts, trees = server.state()
-            save(self.path, {**facts, "rows": self.rows}, trees)
