@@ -25,7 +25,7 @@ def resize(x: Tensor, height: int, width: int) -> Tensor:
 class ImageSet:
     """Training and test images (N, C, H, W) uint8 with int64 labels (N,), or uint8 masks (N, H, W) for segmentation.
 
-    `train_domain` and `test_domain` give the row's place in `domain_names`; both are None for a set of one domain.
+    `train_domain` and `test_domain` give the row's index in `domain_names`; both are None for a set of one domain.
     """
 
     name: str

@@ -36,12 +36,12 @@ def read_records(paths: list[Path], label_bytes: int) -> tuple[Tensor, Tensor]:
         counts.append(path.stat().st_size // width)
     x = torch.empty((sum(counts), 3, 32, 32), dtype=torch.uint8)
     y = torch.empty(sum(counts), dtype=torch.int64)
-    place = 0
+    start = 0
     for path, count in zip(paths, counts, strict=True):
         records = np.memmap(path, np.uint8, "r", shape=(count, width))
-        x.numpy()[place : place + count] = records[:, label_bytes:].reshape(count, 3, 32, 32)
-        y.numpy()[place : place + count] = records[:, label_bytes - 1]
-        place += count
+        x.numpy()[start : start + count] = records[:, label_bytes:].reshape(count, 3, 32, 32)
+        y.numpy()[start : start + count] = records[:, label_bytes - 1]
+        start += count
     return x, y
 
 
@@ -70,11 +70,11 @@ def _read_packed(root: Path, size: int | None) -> ImageSet:
     for split, names in parts.items():
         y = torch.cat([labels(read_archive(root / name, "y")["y"]) for name in names])
         x = torch.empty((len(y), 3, 32, 32), dtype=torch.uint8)
-        place = 0
+        start = 0
         for name in names:
             part = read_archive(root / name)
-            unpack_into(x[place : place + len(part["y"])], part["blob"], part["off"])
-            place += len(part["y"])
+            unpack_into(x[start : start + len(part["y"])], part["blob"], part["off"])
+            start += len(part["y"])
         sets[split] = x, y
     return _cifar10(sets["train"], sets["test"])
 

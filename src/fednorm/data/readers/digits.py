@@ -48,8 +48,8 @@ def read_libsvm(path: Path) -> tuple[Tensor, Tensor]:
                 label, *entries = line.split()
                 row = np.full(256, -1.0)
                 for entry in entries:
-                    place, value = entry.split(":")
-                    row[int(place) - 1] = float(value)
+                    column, value = entry.split(":")
+                    row[int(column) - 1] = float(value)
                 pixels.append(row)
                 codes.append(int(label) - 1)
     except (OSError, EOFError, ValueError, IndexError) as error:

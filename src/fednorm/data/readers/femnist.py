@@ -40,7 +40,7 @@ def _read_split(folder: Path) -> tuple[Tensor, Tensor, list[str]]:
 def _read(root: Path, _size: int | None) -> ImageSet:
     train, test = _read_split(root / "train"), _read_split(root / "test")
     names = sorted({*train[2], *test[2]})
-    place = {name: number for number, name in enumerate(names)}
+    index = {name: number for number, name in enumerate(names)}
     return ImageSet(
         name="femnist",
         train_x=train[0],
@@ -51,8 +51,8 @@ def _read(root: Path, _size: int | None) -> ImageSet:
         classes=CLASSES,
         mean=(0.5,),
         std=(0.5,),
-        train_domain=torch.tensor([place[writer] for writer in train[2]]),
-        test_domain=torch.tensor([place[writer] for writer in test[2]]),
+        train_domain=torch.tensor([index[writer] for writer in train[2]]),
+        test_domain=torch.tensor([index[writer] for writer in test[2]]),
         domain_names=tuple(names),
     )
 
