@@ -24,7 +24,7 @@ from fednorm.bench.options import Options, find_sections
 from fednorm.bench.peers import find_peers
 from fednorm.bench.pools import cifar10, random_images
 from fednorm.bench.report import Measured, Progress, Report, Section, measured
-from fednorm.bench.timing import Effort, Race, Timing, course_of, repeated, steady_seconds
+from fednorm.bench.timing import Effort, Race, Timing, repeated, rounds_of, steady_seconds
 from fednorm.errors import ConfigError, FednormError
 from fednorm.running import environment
 
@@ -199,7 +199,7 @@ def test_a_course_counts_what_was_done_while_it_was_timed(
 ) -> None:
     run = Course(sizes, ahead)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: run.now))
-    play = course_of(run)
+    play = rounds_of(run)
     play(0.0)
     for seconds in (0.1, 50.0, 500.0):
         run.now += 1000.0  # others are timed; the device finishes what it had

@@ -29,7 +29,7 @@ from fednorm.bench import gpu
 from fednorm.bench.machine import describe_machine
 from fednorm.bench.plain_steps import client_loop
 from fednorm.bench.pools import random_images
-from fednorm.bench.timing import Play, course_of, repeated
+from fednorm.bench.timing import Play, repeated, rounds_of
 from fednorm.data.federation import Federation, from_clients
 from fednorm.engines.machine import find_device, threads
 from fednorm.files import write_json
@@ -63,7 +63,7 @@ def tiny_engine(clients: int, name: str) -> Play:
     settings |= {"train.local_steps": 1, "train.batch_size": BATCH, "train.lr": 0.01, "train.momentum": 0.0}
     settings |= {"engine.name": name, "engine.device": "cpu"}
     plan = make_plan(updated(RunConfig(), settings), model=tiny_network(), federation=tiny_data(clients))
-    return course_of(Run(plan, Store()))
+    return rounds_of(Run(plan, Store()))
 
 
 def tiny_loop(clients: int) -> Play:

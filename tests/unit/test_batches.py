@@ -41,7 +41,7 @@ def test_batches_drawn_for_many_at_once_are_those_drawn_one_by_one(steps: int, a
         rows, keys = batches.span((0, 1, 2), firsts, steps)
         for step in range(steps):
             alone = make(tiny.federation((8, 12, 8)), batch_size=4)
-            wanted = alone.places((0, 1, 2), [first + step for first in firsts])
+            wanted = alone.rows_and_keys((0, 1, 2), [first + step for first in firsts])
             assert torch.equal(rows[step], wanted[0])
             assert torch.equal(keys[step], wanted[1])
 

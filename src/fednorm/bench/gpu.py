@@ -11,7 +11,7 @@ from fednorm.bench.options import PRECISIONS, Options
 from fednorm.bench.plain_steps import FORMS, backends, centralized, client_loop
 from fednorm.bench.pools import random_images
 from fednorm.bench.report import Progress, Section, measured
-from fednorm.bench.timing import FOREVER, Play, Race, course_of, repeated
+from fednorm.bench.timing import FOREVER, Play, Race, repeated, rounds_of
 from fednorm.data.federation import Federation
 from fednorm.errors import first_line
 from fednorm.running.config import RunConfig, updated
@@ -95,7 +95,7 @@ def engine(model: str, data: Federation, name: str, precision: str, local_steps:
         with backends(precision, search=None):  # cuDNN as the run itself sets it
             if not run:
                 plan = make_plan(config, federation=data)
-                run.append(course_of(Run(plan, Store())))
+                run.append(rounds_of(Run(plan, Store())))
             return run[0](seconds) / local_steps
 
     return play

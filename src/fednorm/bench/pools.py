@@ -15,7 +15,7 @@ CIFAR_TRAIN, CIFAR_TEST = 50_000, 10_000
 
 
 def random_images(clients: int, size: int, tests: int = 10) -> Federation:
-    """Clients with so many CIFAR-sized random images each."""
+    """Clients with this many CIFAR-sized random images each."""
     draw = torch.Generator().manual_seed(0)
 
     def images(count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,8 +78,8 @@ class Section:
     def rows(self) -> list[list[str]]:
         """Lines of the table."""
         lines = []
-        for place, each in enumerate(self.measurements):
-            new = place == 0 or self.measurements[place - 1].workload != each.workload
+        for index, each in enumerate(self.measurements):
+            new = index == 0 or self.measurements[index - 1].workload != each.workload
             reference = self.of(each.workload).get(self.references.get(each.workload, ""))
             lines.append(
                 [

@@ -20,7 +20,7 @@ FOREVER = 1_000_000_000
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 Play = Callable[[float], float]
-"""Plays for about so many seconds, and returns the seconds of one unit (a step, a round); for 0, only warms up."""
+"""Plays for about this many seconds, and returns the seconds of one unit (a step, a round); for 0, only warms up."""
 Tell = Callable[[str], None]
 
 
@@ -147,7 +147,7 @@ def repeated(unit: Callable[[], object], device: torch.device) -> Play:
     return play
 
 
-def course_of(run: Run) -> Play:
+def rounds_of(run: Run) -> Play:
     """Plays on in a run's rounds. Rows come one by one, or a GPU's in bursts, while it plays the next.
 
     The clock runs from the end of one burst to that of another, with the GPU at work all the time between. What it
@@ -190,7 +190,7 @@ def steady_seconds(started: float, at: Sequence[float]) -> float | None:
     """
     waits = [now - before for before, now in zip([started, *at], at, strict=False)]
     usual = (at[-1] - started) / len(at) / 2
-    firsts = [place for place, wait in enumerate(waits) if wait >= usual][1:]
+    firsts = [index for index, wait in enumerate(waits) if wait >= usual][1:]
     if len(firsts) < 3:
         return None
     return (at[firsts[-2]] - at[firsts[0]]) / (firsts[-1] - firsts[1])

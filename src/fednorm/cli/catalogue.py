@@ -66,7 +66,7 @@ def methods(
 
 
 def _by_stage(texts: Iterable[str]) -> str:
-    """The values of a method's stages, once where all are alike."""
+    """The values of a method's stages, once where all are equal."""
     return " -> ".join(dict.fromkeys(texts))
 
 

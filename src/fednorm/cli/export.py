@@ -25,6 +25,6 @@ def export(
     from fednorm.running.folder import RunFolder
     from fednorm.views.export import export as write
 
-    place = RunFolder(folder)
-    refuse_code(read_config(place)[0].model, f"'{place.config}'", allow_code)
+    run = RunFolder(folder)
+    refuse_code(read_config(run)[0].model, f"'{run.config}'", allow_code)
     print(write(folder, output, client=client, fold=fold))

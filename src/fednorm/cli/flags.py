@@ -85,7 +85,7 @@ Out = Annotated[
     Path | None, option("--out", "-o", metavar="DIR", help="folder to make; default: below runs", panel=_OUTPUT)
 ]
 Quiet = Annotated[bool, option("--quiet", "-q", help="no progress", panel=_OUTPUT)]
-Seeds = Annotated[str | None, option("--seeds", metavar="N|LIST", help="so many seeds, or a list: 0,1,2", panel=_WHAT)]
+Seeds = Annotated[str | None, option("--seeds", metavar="N|LIST", help="how many seeds, or a list: 0,1,2", panel=_WHAT)]
 TensorBoard = Annotated[bool, option("--tensorboard", help="write TensorBoard events into the folder", panel=_OUTPUT)]
 
 _SHARED: dict[str, tuple[Any, Any]] = {

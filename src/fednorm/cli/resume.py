@@ -29,9 +29,9 @@ def resume(
     from fednorm.running.comparison import resume_comparison
     from fednorm.running.folder import RunFolder
 
-    place = RunFolder(folder)
-    config, comparison = read_config(place)
-    refuse_code(config.model, f"'{place.config}'", allow_code)
+    run = RunFolder(folder)
+    config, comparison = read_config(run)
+    refuse_code(config.model, f"'{run.config}'", allow_code)
     asked = Asked(
         config=config,
         methods=(),
@@ -46,7 +46,7 @@ def resume(
     )
 
     def work(tell: OnRow) -> Result:
-        return resume_comparison(place, jobs=jobs, on_row=tell) if comparison else resume_folder(place, on_row=tell)
+        return resume_comparison(run, jobs=jobs, on_row=tell) if comparison else resume_folder(run, on_row=tell)
 
     runs = len(comparison["methods"]) * len(comparison["seeds"]) if comparison else 1
     finish(asked, watch(asked, folder, runs, work))

@@ -32,16 +32,16 @@ class Optimizer:
     def entries(self, parameters: Iterable[Entry]) -> tuple[Entry, ...]:
         """The optimizer's own entries for some parameters."""
         return tuple(
-            Entry(slot(part, p.key), Kind.OPTIMIZER, slot(part, p.key), part, False, p.shape, p.dtype)
+            Entry(buffer_key(part, p.key), Kind.OPTIMIZER, buffer_key(part, p.key), part, False, p.shape, p.dtype)
             for p in parameters
             for part in self.buffers
         )
 
 
-def slot(part: str, key: str) -> str:
+def buffer_key(part: str, key: str) -> str:
     """The key of an optimizer buffer.
 
-    >>> slot("momentum", "conv1.weight")
+    >>> buffer_key("momentum", "conv1.weight")
     'momentum:conv1.weight'
     """
     return f"{part}:{key}"
@@ -55,10 +55,11 @@ def _sgd(
     params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors, spared: Keys = frozenset()
 ) -> tuple[Tree, Tree]:
     lr, momentum, decay = numbers["lr"], numbers["momentum"], numbers["weight_decay"]
-    new_params, new_buffers = {}, {}
+    new_params: Tree = {}
+    new_buffers: Tree = {}
     for key, value in params.items():
         direction = grads[key] if key in spared else grads[key] + decay * value
-        name = slot("momentum", key)
+        name = buffer_key("momentum", key)
         if name in buffers:
             direction = new_buffers[name] = momentum * buffers[name] + direction
         new_params[key] = value - (lr * factors[key] if key in factors else lr) * direction
@@ -69,9 +70,10 @@ def _adam(
     params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors, spared: Keys = frozenset()
 ) -> tuple[Tree, Tree]:
     lr, decay, beta1, beta2 = numbers["lr"], numbers["weight_decay"], 0.9, 0.999
-    new_params, new_buffers = {}, {}
+    new_params: Tree = {}
+    new_buffers: Tree = {}
     for key, value in params.items():
-        names = [slot(part, key) for part in ("exp_avg", "exp_avg_sq", "step")]
+        names = [buffer_key(part, key) for part in ("exp_avg", "exp_avg_sq", "step")]
         first, second, count = (buffers[name] for name in names)
         grad = grads[key] if key in spared else grads[key] + decay * value
         first, second, count = beta1 * first + (1 - beta1) * grad, beta2 * second + (1 - beta2) * grad**2, count + 1
@@ -100,28 +102,28 @@ def joined(optimizer: Optimizer, channels_last: bool = False) -> Optimizer:
     def update(
         params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors, spared: Keys = frozenset()
     ) -> tuple[Tree, Tree]:
-        alike: dict[tuple[float | None, bool, torch.dtype], list[str]] = {}
+        groups: dict[tuple[float | None, bool, torch.dtype], list[str]] = {}
         for key, value in params.items():
-            alike.setdefault((factors.get(key), key in spared, value.dtype), []).append(key)
-        new_params, new_buffers = {}, dict(buffers)
-        for (factor, bare, _), keys in alike.items():
+            groups.setdefault((factors.get(key), key in spared, value.dtype), []).append(key)
+        new_params: Tree = {}
+        new_buffers = dict(buffers)
+        for (factor, bare, _), keys in groups.items():
             name, sizes = keys[0], [params[key].numel() for key in keys]
-            slots = {
-                part: [slot(part, key) for key in keys] for part in optimizer.buffers if slot(part, name) in buffers
-            }
+            kinds = [part for part in optimizer.buffers if buffer_key(part, name) in buffers]
+            held = {part: [buffer_key(part, key) for key in keys] for part in kinds}
             moved, kept = optimizer.update(
                 {name: torch.cat([row(params[key]) for key in keys])},
                 {name: torch.cat([row(grads[key]) for key in keys])},
-                {slots[part][0]: torch.cat([row(buffers[key]) for key in slots[part]]) for part in slots},
+                {names[0]: torch.cat([row(buffers[key]) for key in names]) for names in held.values()},
                 numbers,
                 {} if factor is None else {name: factor},
                 frozenset({name}) if bare else frozenset(),
             )
-            pieces = zip(keys, moved[name].split(sizes), strict=True)
+            pieces = zip(keys, moved[name].split_with_sizes(sizes), strict=True)
             new_params |= {key: unrow(piece, params[key]) for key, piece in pieces}
-            for names in slots.values():
-                pieces = zip(keys, names, kept[names[0]].split(sizes), strict=True)
-                new_buffers |= {place: unrow(piece, params[key]) for key, place, piece in pieces}
+            for names in held.values():
+                pieces = zip(keys, names, kept[names[0]].split_with_sizes(sizes), strict=True)
+                new_buffers |= {buffer: unrow(piece, params[key]) for key, buffer, piece in pieces}
         return {key: new_params[key] for key in params}, new_buffers
 
     return replace(optimizer, update=update)

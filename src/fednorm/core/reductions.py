@@ -5,7 +5,7 @@ Merges are written in these two, so that a stack may hold a whole cohort or the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -29,7 +29,9 @@ def fold(stack: Tensor, weights: Tensor, onto: Tensor | None = None) -> Tensor:
         return total if onto is None else onto + total
     rows, shares = stack.unsqueeze(-1).flatten(1), weights.unsqueeze(1)
     some = max(1, WIDE_NUMBERS // max(1, rows.shape[1]))
-    parts = [(rows, shares)] if len(rows) <= some else zip(rows.split(some), shares.split(some), strict=True)
+    parts = [(rows, shares)]
+    if len(rows) > some:
+        parts = [(rows[at : at + some], shares[at : at + some]) for at in range(0, len(rows), some)]
     total = None if onto is None else onto.flatten().clone()
     for part, share in parts:
         # Products, then sums: fused they would round differently in the vectorised part of a tensor and in its tail.
@@ -80,7 +82,7 @@ def cohort() -> Cohort:
 
 
 @contextmanager
-def merging(clients: Cohort) -> Iterator[None]:
+def merging(clients: Cohort) -> Generator[None]:
     """Merge over this cohort inside the context."""
     token = _COHORT.set(clients)
     try:

@@ -18,9 +18,9 @@ class Report:
 
     client: int
     num_examples: int
-    losses: Mapping[str, float] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
     """Mean training loss without penalty terms, over `all` steps, the `last_epoch` and the `last_batch`."""
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def loss(self) -> float:
@@ -47,8 +47,8 @@ class Reports:
     """The reports of a cohort as float64 vectors over its clients, ascending by client id."""
 
     num_examples: Tensor
-    losses: Mapping[str, Tensor] = field(default_factory=dict)
-    scalars: Mapping[str, Tensor] = field(default_factory=dict)
+    losses: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    scalars: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @classmethod
     def of(cls, reports: Sequence[Report], device: torch.device | str = "cpu") -> Reports:
@@ -57,10 +57,10 @@ class Reports:
         >>> Reports.of([Report(0, 3, {"all": 1.5}), Report(1, 5, {"all": 0.5, "last_batch": 0.25})]).losses
         {'all': tensor([1.5000, 0.5000], dtype=torch.float64)}
         """
-        place = wide_device(torch.device(device))
+        where = wide_device(torch.device(device))
 
         def vector(values: Iterable[float]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.float64, device=place)
+            return torch.tensor(list(values), dtype=torch.float64, device=where)
 
         def vectors(each: Sequence[Mapping[str, float]]) -> dict[str, Tensor]:
             common = [name for name in each[0] if all(name in one for one in each)] if each else []

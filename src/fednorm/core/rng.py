@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -111,7 +112,9 @@ def subset(key: Tensor, count: int, size: int) -> list[int]:
     """
     last = torch.arange(count - size, count, dtype=torch.int64, device=key.device)
     chosen: set[int] = set()
-    for drawn, top in zip((_shift(bits(key, (size,)), 1) % (last + 1)).tolist(), last.tolist(), strict=True):
+    draws = _shift(bits(key, (size,)), 1) % (last + 1)
+    numbers = cast(list[int], draws.tolist())  # pyright: ignore[reportUnknownMemberType]
+    for drawn, top in zip(numbers, range(count - size, count), strict=True):
         chosen.add(top if drawn in chosen else drawn)
     return sorted(chosen)
 

@@ -25,7 +25,7 @@ def lr_factor(schedule: str, round: int, rounds: int) -> float:
     done = (round - 1) / rounds
     if term.name not in _NAMES:
         raise unknown("schedule", term.name, _NAMES)
-    known = {"factor", "at"} if term.name == "step" else set()
+    known: set[str] = {"factor", "at"} if term.name == "step" else set()
     for option in term.options.keys() - known:
         raise unknown(f"option of schedule '{term.name}'", option, known)
     if term.name == "cosine":

@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 
 from fednorm.errors import ConfigError
@@ -130,10 +130,11 @@ def entries(model: nn.Module) -> tuple[Entry, ...]:
     persistent = model.state_dict(keep_vars=True)
     found: list[Entry] = []
     seen: set[int] = set()
-    for layer, module in model.named_modules():
+    for layer, module in cast(Iterable[tuple[str, nn.Module]], model.named_modules()):
         norm = _norm_of(module)
-        tensors = list(module._parameters.items()) + list(module._buffers.items())
-        for part, tensor in tensors:
+        parameters = module._parameters  # pyright: ignore[reportPrivateUsage]
+        buffers = module._buffers  # pyright: ignore[reportPrivateUsage]
+        for part, tensor in (*parameters.items(), *buffers.items()):
             key = f"{layer}.{part}" if layer else part
             if tensor is None or key not in persistent or id(tensor) in seen:
                 continue

@@ -6,7 +6,7 @@ counters are updated in place in the tree they are passed in, which therefore mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -166,7 +166,7 @@ class ObserveStep:
 
 
 @contextmanager
-def training_mode(model: nn.Module, hold: frozenset[Kind]) -> Iterator[None]:
+def training_mode(model: nn.Module, hold: frozenset[Kind]) -> Generator[None]:
     """Training mode, in which batch norms whose statistics are held use their running statistics and keep them.
 
     Only batch norms go to evaluation mode, dropout does not; and it is done after `train()`, which would undo it.

@@ -86,7 +86,7 @@ class _Kind:
 OPERATIONS: dict[str, _Kind] = {
     "crop": _Kind(_draw_crop, _shift, "pixels", None, 1, 512, "pad with black, then cut the old size at random"),
     "flip": _Kind(_draw_flip, _flip, "chance", 0.5, 0, 1, "mirror left and right"),
-    "rotate": _Kind(_draw_rotation, _rotate, "degrees", 30, 0, 180, "turn by up to so many degrees, nearest pixel"),
+    "rotate": _Kind(_draw_rotation, _rotate, "degrees", 30, 0, 180, "turn by up to this many degrees, nearest pixel"),
     "window": _Kind(_draw_window, _shift, "size", None, 1, 65536, "cut a square of this size at random"),
 }
 
@@ -155,7 +155,7 @@ def augment(x: Tensor, key: Tensor, spec: str | Augmentation) -> Tensor:
 def augment_with_mask(
     x: Tensor, mask: Tensor, key: Tensor, spec: str | Augmentation, mask_fill: int = 255
 ) -> tuple[Tensor, Tensor]:
-    """Augment images (B, C, H, W) and their masks (B, H, W) alike."""
+    """Augment images (B, C, H, W) and their masks (B, H, W) in the same way."""
     chain = parse(spec)
     return apply(x, mask, draws(key.to(x.device), x.shape, chain), chain, mask_fill) if chain.steps else (x, mask)
 
@@ -173,8 +173,8 @@ def draws(key: Tensor, shape: Sequence[int], chain: Augmentation) -> Tensor:
     batch, height, width = shape[0], shape[-2], shape[-1]
     before = sizes(chain, height, width)
     drawn = [
-        OPERATIONS[name].draw(rng.key(key, name, place), batch, *before[place], value)
-        for place, (name, value) in enumerate(chain.steps)
+        OPERATIONS[name].draw(rng.key(key, name, step), batch, *before[step], value)
+        for step, (name, value) in enumerate(chain.steps)
     ]
     return torch.stack(drawn, 1)
 
@@ -190,10 +190,10 @@ def apply(
     rows = torch.arange(out_height, device=x.device).view(1, -1, 1)
     columns = torch.arange(out_width, device=x.device).view(1, 1, -1)
     inside = torch.ones((), dtype=torch.bool, device=x.device)
-    for place in reversed(range(len(chain.steps))):
-        name, value = chain.steps[place]
-        high, wide = before[place]
-        first, second = (drawn[:, place, which].view(batch, 1, 1) for which in (0, 1))
+    for step in reversed(range(len(chain.steps))):
+        name, value = chain.steps[step]
+        high, wide = before[step]
+        first, second = (drawn[:, step, which].view(batch, 1, 1) for which in (0, 1))
         rows, columns = OPERATIONS[name].map_back((rows, columns), (first, second), high, wide, value)
         inside = inside & (rows >= 0) & (rows < high) & (columns >= 0) & (columns < wide)
     source = rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)

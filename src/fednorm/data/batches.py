@@ -36,7 +36,7 @@ class Batches:
     val_fraction: float = 0.0
     dtype: torch.dtype = torch.float32
     remembered: int = 4096
-    """so many clients' rows and epochs are kept at hand; more than a cohort, or every step shuffles anew"""
+    """how many clients' rows and epochs are kept at hand; more than a cohort, or every step shuffles anew"""
 
     @cached_property
     def split(self) -> Callable[[int], tuple[Tensor, Tensor]]:
@@ -76,13 +76,13 @@ class Batches:
 
     def batch(self, client: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """(x, y, key) of the client's k-th batch; the key serves the random layers of the model."""
-        rows, key = self.place(client, k)
+        rows, key = self.rows_and_key(client, k)
         return *self.take(rows, key), key
 
-    def place(self, client: int, k: int) -> tuple[Tensor, Tensor]:
+    def rows_and_key(self, client: int, k: int) -> tuple[Tensor, Tensor]:
         """(rows of the pool, key) of the client's k-th batch, where the data is."""
         device = self.pool.x.device
-        rows, key = self._place(client, k)
+        rows, key = self._rows_and_key(client, k)
         return rows.to(device), key.to(device)
 
     def take(self, rows: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,16 +100,16 @@ class Batches:
     def stack(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Batches of equal size of several clients, stacked: one gather and one augmentation for all."""
         device = self.pool.x.device
-        rows, keys = (part.to(device) for part in self.places(clients, ks))
+        rows, keys = (part.to(device) for part in self.rows_and_keys(clients, ks))
         return *self.gather(rows, self.draws(keys, rows.shape[-1])), keys
 
-    def places(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def rows_and_keys(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(rows of the pool, keys) of these batches, on the host: all that tells one batch from another."""
         each = zip(clients, ks, strict=True)
-        rows, keys = zip(*(self._place(client, k) for client, k in each), strict=True)
+        rows, keys = zip(*(self._rows_and_key(client, k) for client, k in each), strict=True)
         return torch.stack(rows), torch.stack(keys)
 
-    def _place(self, client: int, k: int) -> tuple[Tensor, Tensor]:
+    def _rows_and_key(self, client: int, k: int) -> tuple[Tensor, Tensor]:
         return self.stream(client).batch(k), rng.key(self.seed, "step", client, k)
 
     def span(self, clients: Sequence[int], firsts: Sequence[int], steps: int) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ def make_federation(
     """Divide a data set over clients, with the test rows that look like each client's own data.
 
     The last `unseen` clients never train. `train_limit` keeps that many training rows, stratified by class and domain;
-    `keep_domains` only these domains, or so many drawn by the seed.
+    `keep_domains` only these domains, or how many to draw by the seed.
     """
     if not 0 <= unseen < num_clients:
         raise ConfigError(f"unseen must leave a client to train: 0 to {num_clients - 1}, not {unseen}")

@@ -12,14 +12,14 @@ from torch import Tensor
 from fednorm.errors import ConfigError
 
 MANY = 10_000
-"""From so many clients on, compact forms take the place of tuples: a tensor for each client costs about 1 kB."""
+"""From this many clients on, compact forms take the place of tuples: a tensor for each client costs about 1 kB."""
 
 
 class ClientRows(Sequence[Tensor]):
     """As `tuple[Tensor, ...]`, at 16 bytes a client beside the rows themselves.
 
-    Client c has the places starts[c] to stops[c] of `rows`, or of the pool itself where no rows are given. Clients may
-    overlap.
+    Client c has the positions starts[c] to stops[c] of `rows`, or of the pool itself where no rows are given. Clients
+    may overlap.
 
     >>> rows = ClientRows(torch.tensor([0, 3]), torch.tensor([3, 4]))
     >>> len(rows), rows[0].tolist(), rows[-1].tolist(), rows.sizes.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ def resize(x: Tensor, height: int, width: int) -> Tensor:
 class ImageSet:
     """Training and test images (N, C, H, W) uint8 with int64 labels (N,), or uint8 masks (N, H, W) for segmentation.
 
-    `train_domain` and `test_domain` give the row's place in `domain_names`; both are None for a set of one domain.
+    `train_domain` and `test_domain` give the row's index in `domain_names`; both are None for a set of one domain.
     """
 
     name: str
@@ -42,6 +43,41 @@ class ImageSet:
     domain_names: tuple[str, ...] = ()
     task: str = "classification"
     ignore_index: int = -100
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        train: tuple[Tensor, Tensor],
+        test: tuple[Tensor, Tensor],
+        classes: Sequence[str],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        num_classes: int | None = None,
+    ) -> ImageSet:
+        """A set of one domain from (images, labels); `num_classes` where the classes' names may be missing."""
+        return cls(
+            name=name,
+            train_x=train[0],
+            train_y=train[1],
+            test_x=test[0],
+            test_y=test[1],
+            num_classes=num_classes or len(classes),
+            classes=tuple(classes),
+            mean=mean,
+            std=std,
+        )
+
+    def with_domains(self, train: Sequence[str], test: Sequence[str]) -> ImageSet:
+        """The same set, with the names of the domains that its rows come from."""
+        names = sorted({*train, *test})
+        number = {name: index for index, name in enumerate(names)}
+        return replace(
+            self,
+            train_domain=torch.tensor([number[name] for name in train]),
+            test_domain=torch.tensor([number[name] for name in test]),
+            domain_names=tuple(names),
+        )
 
     def __post_init__(self) -> None:
         for split, x, y in (("training", self.train_x, self.train_y), ("test", self.test_x, self.test_y)):

@@ -29,16 +29,16 @@ def find_dataset(name: str) -> DatasetInfo:
 
 def data_folder(name: str, data_dir: str | Path | None) -> Path:
     """The folder given, else the one of the environment variable FEDNORM_DATA."""
-    given = data_dir or os.environ.get("FEDNORM_DATA")
-    if not given:
+    folder = data_dir or os.environ.get("FEDNORM_DATA")
+    if not folder:
         raise ConfigError(
             f"{name} needs a data folder: give --data-dir DIR or set FEDNORM_DATA; {how_to_get(name, 'DIR')}"
         )
-    return Path(given)
+    return Path(folder)
 
 
 def locate(name: str, folder: Path) -> tuple[Form, Path] | None:
-    """The first form of the set that lies in the folder, with the place it lies in."""
+    """The first form of the set that lies in the folder, with the folder it lies in."""
     return next(((form, root) for form in FORMS[name] if (root := form.find(folder)) is not None), None)
 
 

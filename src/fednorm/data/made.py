@@ -57,11 +57,11 @@ def blend(digits: np.ndarray, photos: Sequence[np.ndarray], draw: np.random.Gene
     """|patch - digit| per channel, with a patch cut at random from a random photograph for every digit."""
     height, width = digits.shape[1:]
     out = np.empty((*digits.shape, 3), dtype=np.uint8)
-    for place, digit in enumerate(digits):
+    for index, digit in enumerate(digits):
         photo = photos[int(draw.integers(len(photos)))]
         top, left = draw.integers(photo.shape[0] - height + 1), draw.integers(photo.shape[1] - width + 1)
         patch = photo[top : top + height, left : left + width].astype(np.int16)
-        out[place] = np.abs(patch - digit[..., None].astype(np.int16))
+        out[index] = np.abs(patch - digit[..., None].astype(np.int16))
     return out
 
 

@@ -62,8 +62,8 @@ class Stream:
         """The rows of batch number k, counted from 0 over the client's whole life."""
         if k < 0:
             raise ConfigError(f"batches are counted from 0, not {k}")
-        epoch, place = divmod(k, self.batches_per_epoch)
-        return self._epoch_rows(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
+        epoch, index = divmod(k, self.batches_per_epoch)
+        return self._epoch_rows(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
 
     def size(self, k: int) -> int:
         """How many rows batch number k has."""
@@ -80,9 +80,9 @@ class Stream:
         """The rows of some batches in a row, one after the other."""
         parts = []
         while steps:
-            epoch, place = divmod(first, self.batches_per_epoch)
-            taken = min(steps, self.batches_per_epoch - place)
-            parts.append(self._epoch_rows(epoch)[place * self.batch_size : (place + taken) * self.batch_size])
+            epoch, index = divmod(first, self.batches_per_epoch)
+            taken = min(steps, self.batches_per_epoch - index)
+            parts.append(self._epoch_rows(epoch)[index * self.batch_size : (index + taken) * self.batch_size])
             first, steps = first + taken, steps - taken
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 

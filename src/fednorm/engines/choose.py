@@ -182,7 +182,7 @@ def _with_own_model(sites: Sites) -> Sites:
 
 
 def jobs_to_time(sites: Sites, clients: int, steps: int) -> tuple[PreparedPhase, list[Job]]:
-    """The last phase of a round, and work in it for some clients that take at most so many steps of each pass."""
+    """The last phase of a round, and work in it for some clients that take at most this many steps of each pass."""
     phase = sites.phase(PhaseId(Purpose.TRAIN, 0, len(sites.method.stages[0]) - 1))
     union = phase.phase.union or sites.method.data == "union"
     chosen = (UNION,) if union else sites.batches.pool.clients[:clients]

@@ -68,7 +68,7 @@ def precision(name: str) -> Iterator[None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads for torch, given back afterwards."""
+    """This many threads for torch, given back afterwards."""
     import torch
 
     before = torch.get_num_threads()

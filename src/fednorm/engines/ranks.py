@@ -1,7 +1,7 @@
 """One run over several processes (`torchrun --nproc_per_node=2 -m fednorm run ...`), one GPU or one CPU share each.
 
-Every rank plays the same course. It owns a range of client ids: it trains those of the cohort that are in it and keeps
-their local state. What clients report is told to all as JSON, so all decide alike. A merge joins clients by two
+Every rank plays the same run. It owns a range of client ids: it trains those of the cohort that are in it and keeps
+their local state. What clients report is told to all as JSON, so all decide the same. A merge joins clients by two
 reductions, a float64 sum and a maximum, and these cross the ranks. Rank 0 alone writes the folder, scores and prints:
 before it does, the other ranks send it what their clients keep.
 
@@ -78,7 +78,7 @@ class Alone:
         return work()
 
     def merge(self, counts: Sequence[int]) -> AbstractContextManager[None]:
-        """The context for merging a cohort of which each process has so many clients."""
+        """The context for merging a cohort of which each process has this many clients."""
         return nullcontext()
 
     def confirm(self, what: str, server: Tree) -> None:
@@ -210,7 +210,7 @@ def owned(population: Sequence[int], rank: int, world: int) -> range:
     >>> [owned((0, 1, 4, 5, 9), rank, 2) for rank in (0, 1)]
     [range(0, 2), range(4, 10)]
     """
-    start, stop = (len(population) * place // world for place in (rank, rank + 1))
+    start, stop = (len(population) * edge // world for edge in (rank, rank + 1))
     return range(population[start], population[stop - 1] + 1) if start < stop else range(0)
 
 
@@ -239,14 +239,14 @@ class SpreadCohort(Cohort):
                 distributed.all_reduce(total)
             return total
         if self._rank in self._busy:
-            place = self._busy.index(self._rank)
-            if place:
+            turn = self._busy.index(self._rank)
+            if turn:
                 with _answered():
-                    distributed.recv(total, self._busy[place - 1])
-            total = fold(stack, weights, onto=total if place else None)
-            if place + 1 < len(self._busy):
+                    distributed.recv(total, self._busy[turn - 1])
+            total = fold(stack, weights, onto=total if turn else None)
+            if turn + 1 < len(self._busy):
                 with _answered():
-                    distributed.send(total, self._busy[place + 1])
+                    distributed.send(total, self._busy[turn + 1])
         with _answered():
             distributed.broadcast(total, self._busy[-1])
         return total

@@ -26,7 +26,9 @@ class Agreed:
     prepared: Prepared
     work: LocalWork
     device: torch.device
-    _phases: dict[PhaseId, PreparedPhase] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _phases: dict[PhaseId, PreparedPhase] = field(
+        init=False, repr=False, compare=False, default_factory=dict[PhaseId, PreparedPhase]
+    )
 
     @property
     def method(self) -> Method:

@@ -7,7 +7,7 @@ optimizer for methods that maintain momentum) is the caller's to store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -115,8 +115,8 @@ class LocalRules:
     factors: Mapping[str, float]
     key: Tensor
     keyed: tuple[str, ...] = ()
-    params: dict[str, nn.Parameter] = field(default_factory=dict)
-    anchor: Tree = field(default_factory=dict)
+    params: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+    anchor: Tree = field(default_factory=dict[str, Tensor])
     steps: int = 0
 
     def loss(self, loss: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def local_rules(
     round: int | None = None,
     rounds: int | None = None,
     key: Tensor | None = None,
-) -> Iterator[LocalRules]:
+) -> Generator[LocalRules]:
     """Train a client inside this context: the model is in training mode, as far as the method's stage wants it to be.
 
     Batch norms whose statistics are held stay in evaluation mode even if `model.train()` is called inside. A held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -70,9 +70,14 @@ def _misfit(update: Update, tree: Tree, expected: Mapping[str, Entry]) -> str | 
             return f"'{key}' has shape {tuple(tensor.shape)}, expected {entry.shape}"
         if tensor.dtype != entry.dtype:
             return f"'{key}' has type {tensor.dtype}, expected {entry.dtype}"
-    if not isinstance(update.report.num_examples, int) or update.report.num_examples < 1:
+    if not _is_count(update.report.num_examples):
         return f"its number of examples is {update.report.num_examples!r}, expected a whole number above 0"
     return None
+
+
+def _is_count(value: object) -> bool:
+    """Whether what a client says of itself is a whole number above 0."""
+    return isinstance(value, int) and value >= 1
 
 
 def _all_healthy(stacks: Stacks, entries: Mapping[str, Entry]) -> bool:
@@ -82,7 +87,8 @@ def _all_healthy(stacks: Stacks, entries: Mapping[str, Entry]) -> bool:
     """
     sums = [stacks[key].sum().to(torch.float64) for key, entry in entries.items() if entry.dtype.is_floating_point]
     least = [stacks[key].amin().to(torch.float64) for key, entry in entries.items() if cannot_be_negative(entry)]
-    told = torch.stack(sums + least).tolist() if sums or least else []
+    asked = torch.stack(sums + least) if sums or least else torch.empty(0)
+    told = cast(list[float], asked.tolist())  # pyright: ignore[reportUnknownMemberType]
     return all(map(math.isfinite, told)) and all(value >= 0 for value in told[len(sums) :])
 
 
@@ -153,7 +159,7 @@ def merge_stack(
     for key in shared:
         entry = schema[key][0]
         kinds[entry.extra or entry.kind][entry.layer].append(entry)
-    held, whole = _by_place(memory), cohort()
+    held, whole = _by_rule(memory), cohort()
     common: dict[Weigh, Tensor] = {}  # weights that do not look at what was sent are the same for all kinds
     fused: dict[tuple[Fusable, Weigh, torch.dtype], list[Entry]] = defaultdict(list)
     for kind, layers in kinds.items():
@@ -166,10 +172,10 @@ def merge_stack(
                 for entry in (entry for entries in layers.values() for entry in entries):
                     fused[rule, weigh, entry.dtype].append(entry)
                 continue
-        places = {layer: f"{phase.name}|{layer}|{kind}" for layer in layers}
-        for group in _alike(layers, {layer: held[place] for layer, place in places.items()}):
+        prefixes = {layer: f"{phase.name}|{layer}|{kind}" for layer in layers}
+        for group in _groups(layers, {layer: held[prefix] for layer, prefix in prefixes.items()}):
             parts = _parts([layers[layer] for layer in group])
-            mine = [held[places[layer]] for layer in group]
+            mine = [held[prefixes[layer]] for layer in group]
             old = {part: _joined([server[entry.key] for entry in entries], 0) for part, entries in parts.items()}
             stack = {part: _joined([shared[entry.key] for entry in entries], 1) for part, entries in parts.items()}
             known = {
@@ -182,10 +188,10 @@ def merge_stack(
                 merged |= {e.key: piece.reshape(e.shape) for e, piece in zip(entries, pieces, strict=True)}
             for name, value in left.items():
                 entries = parts.get(_part_of(name))
-                pieces = value.split([entry.size for entry in entries]) if entries else [value] * len(group)
+                pieces = value.split_with_sizes([entry.size for entry in entries]) if entries else [value] * len(group)
                 for layer, piece in zip(group, pieces, strict=True):
-                    remembered[f"{places[layer]}|{name}"] = piece
-    order = {key: place for place, key in enumerate(shared)}
+                    remembered[f"{prefixes[layer]}|{name}"] = piece
+    order = {key: index for index, key in enumerate(shared)}
     for (rule, weigh, dtype), entries in fused.items():
         for some in _no_more_than_fit(sorted(entries, key=lambda entry: order[entry.key])):
             new = rule.joined(_joined([shared[entry.key] for entry in some], 1), common[weigh]).to(dtype)
@@ -198,17 +204,17 @@ GROUP_SIZE = 1 << 20
 """Elements of one client that are stacked at a time, unless one layer alone has more: a bound on memory."""
 
 
-def _alike(layers: Mapping[str, list[Entry]], memory: Mapping[str, Tree]) -> list[list[str]]:
+def _groups(layers: Mapping[str, list[Entry]], memory: Mapping[str, Tree]) -> list[list[str]]:
     """Layers that one call of a rule can merge: same parts, types and names of memory, and no more than fit."""
     groups: list[list[str]] = []
     room: dict[Hashable, tuple[list[str], int]] = {}
     for layer, entries in layers.items():
         look = (tuple((entry.part, entry.dtype) for entry in entries), tuple(sorted(memory[layer])))
         size = sum(entry.size for entry in entries)
-        group, used = room.get(look, ([], GROUP_SIZE))
-        if used + size > GROUP_SIZE:
-            group, used = [], 0
-            groups.append(group)
+        group, used = room.get(look, (None, 0))
+        if group is None or used + size > GROUP_SIZE:
+            groups.append([])
+            group, used = groups[-1], 0
         group.append(layer)
         room[look] = group, used + size
     return groups
@@ -229,8 +235,8 @@ def _no_more_than_fit(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 
 def _parts(layers: Sequence[list[Entry]]) -> dict[str, list[Entry]]:
-    """The entries of layers alike by part, in the order of the layers."""
-    return {entry.part: [layer[place] for layer in layers] for place, entry in enumerate(layers[0])}
+    """The entries of a group of layers by part, in the order of the layers."""
+    return {entry.part: [layer[index] for layer in layers] for index, entry in enumerate(layers[0])}
 
 
 def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
@@ -244,12 +250,12 @@ def _part_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _by_place(memory: Tree) -> Mapping[str, Tree]:
+def _by_rule(memory: Tree) -> Mapping[str, Tree]:
     """What rules remember, by phase, layer and kind, then by the rule's own name for it."""
     held: dict[str, Tree] = defaultdict(dict)
     for key, value in memory.items():
-        place, _, name = key.rpartition("|")
-        held[place][name] = value
+        prefix, _, name = key.rpartition("|")
+        held[prefix][name] = value
     return held
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
@@ -76,7 +78,7 @@ class Hello:
     """that it trains on, without those set aside for validation"""
     schema: str
     """digest of its schema, as in `Terms`"""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
     """of fednorm, torch and Python"""
     protocol: int = PROTOCOL
 
@@ -119,7 +121,7 @@ class Request:
     accepted: int
     """the last exchange of which the server took this client's update, 0 if none: what it may call its own state"""
     probing: bool = False
-    tree: Tree = field(default_factory=dict)
+    tree: Tree = field(default_factory=dict[str, Tensor])
 
     @property
     def purpose(self) -> Purpose:
@@ -132,8 +134,8 @@ class Update:
 
     report: Report
     shared: Tree
-    reported: Tree = field(default_factory=dict)
-    probed: Mapping[str, float] = field(default_factory=dict)
+    reported: Tree = field(default_factory=dict[str, Tensor])
+    probed: Mapping[str, float] = field(default_factory=dict[str, float])
     """what probes saw of its last step"""
     address: Address | None = None
     """of the request it answers; None inside one process, where nothing can be mixed up"""

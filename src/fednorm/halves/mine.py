@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from fednorm.core.state import Tree
 from fednorm.errors import StateError
 
@@ -13,7 +15,7 @@ class ClientState:
     """What a client keeps: how many batches of its life it has used, and its local entries."""
 
     steps: int = 0
-    tree: Tree = field(default_factory=dict)
+    tree: Tree = field(default_factory=dict[str, Tensor])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import nn
@@ -38,7 +39,12 @@ class Prepared:
     def trained(self, rule: Rule) -> list[Entry]:
         """The entries that get gradients under a rule."""
         held = Kind.AFFINE in rule.hold
-        chosen = {"all": lambda key: True, "head": self.facts.head.__contains__, "body": self._is_body}[rule.trains]
+        choices: dict[str, Callable[[str], bool]] = {
+            "all": lambda key: True,
+            "head": self.facts.head.__contains__,
+            "body": self._is_body,
+        }
+        chosen = choices[rule.trains]
         return [
             entry
             for entry in self.entries
@@ -130,7 +136,8 @@ def _noop(method: Method, label: str, name: str, target: str) -> str:
 def _head(model: nn.Module, listing: Iterable[Entry]) -> frozenset[str]:
     """Keys of the last linear layer, or of the last convolution where there is none (segmentation heads)."""
     for types in ((nn.Linear,), (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        layers = [layer for layer, module in model.named_modules() if isinstance(module, types)]
+        modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+        layers = [layer for layer, module in modules if isinstance(module, types)]
         if layers:
             return frozenset(entry.key for entry in listing if entry.layer == layers[-1])
     return frozenset()

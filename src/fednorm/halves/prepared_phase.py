@@ -131,12 +131,7 @@ def prepare_phase(prepared: Prepared, id: PhaseId, optimizer: Optimizer | None) 
     """A phase of the method, with the model and the optimizer it meets."""
     phase = prepared.method.phase_at(id)
     schema = prepared.schema(phase, optimizer)
-    passes = tuple(
-        PreparedPass(
-            each.step, each.rule, each.work, _parts(prepared, each.rule, schema), lr_factors(prepared, each.rule)
-        )
-        for each in phase.passes
-    )
+    passes = tuple(_prepare_pass(prepared, each, schema) for each in phase.passes)
     cost = Cost() if prepared.method.data == "union" else exchange_cost(phase, schema)
     return PreparedPhase(id, phase, schema, passes, prepared.initial, cost)
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from fednorm.core import rng
 from fednorm.core.method import Progress
 from fednorm.core.phases import PhaseId, Purpose
@@ -68,7 +70,7 @@ class Held:
     """Both in memory."""
 
     tree: Tree
-    memory: Tree = field(default_factory=dict)
+    memory: Tree = field(default_factory=dict[str, Tensor])
 
 
 class Server:
@@ -133,7 +135,7 @@ class Server:
             number = self.round + 1
             if self._decided < number:
                 self._begin_round(number)
-            id = self._course(number)[self._step]
+            id = self._exchanges(number)[self._step]
             if id.purpose is Purpose.QUERY and self._aside is None:
                 self._aside = _copy(self.held.tree), _copy(self.held.memory)
             if id.purpose is Purpose.SCORE:
@@ -155,18 +157,18 @@ class Server:
         last = PhaseId(Purpose.TRAIN, self.stage, len(method.stages[self.stage]) - 1)
         self.row["lr"] = self.agreed.numbers(last, number)["lr"]
 
-    def _course(self, number: int) -> list[PhaseId]:
+    def _exchanges(self, number: int) -> list[PhaseId]:
         """The exchanges of a round, in order."""
         method, last = self.agreed.method, number == self.agreed.work.rounds
-        course = [PhaseId(Purpose.TRAIN, self.stage, index) for index in range(len(method.stages[self.stage]))]
+        ids = [PhaseId(Purpose.TRAIN, self.stage, index) for index in range(len(method.stages[self.stage]))]
         if last:
-            course += [PhaseId(Purpose.FINISH, 0, index) for index in range(len(method.finish))]
+            ids += [PhaseId(Purpose.FINISH, 0, index) for index in range(len(method.finish))]
         if self.score_every and (last or number % self.score_every == 0):
-            course += [PhaseId(Purpose.QUERY)] * (method.query is not None)
-            course.append(PhaseId(Purpose.SCORE, self.stage))
+            ids += [PhaseId(Purpose.QUERY)] * (method.query is not None)
+            ids.append(PhaseId(Purpose.SCORE, self.stage))
         elif last and method.query is not None:
-            course.append(PhaseId(Purpose.QUERY))
-        return course
+            ids.append(PhaseId(Purpose.QUERY))
+        return ids
 
     def cohort(self, round: int, phase: PreparedPhase) -> Sequence[int]:
         """Who takes part in a phase, ascending: a keyed draw for training, else everybody, or the union as one."""
@@ -234,7 +236,7 @@ class Server:
         exchange = self._opened()
         self._open, self._taken = None, {}
         self._number, self._attempt, self._step = self._number + 1, 1, self._step + 1
-        if self._step == len(self._course(exchange.round)):
+        if self._step == len(self._exchanges(exchange.round)):
             self.round, self._step = exchange.round, 0
 
     def _opened(self) -> Exchange:
@@ -272,7 +274,7 @@ class Server:
         exchange = self._opened()
         client = answer.client
         wanted = Scores if exchange.purpose is Purpose.SCORE else Update
-        if client not in exchange.cohort or not isinstance(answer, wanted):
+        if client not in exchange.cohort or type(answer) is not wanted:
             raise WireError(
                 f"exchange {exchange.number} ({exchange.phase.id}) asked it for no {type(answer).__name__.lower()}; "
                 "its answer was ignored",

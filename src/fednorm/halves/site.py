@@ -72,7 +72,7 @@ class Sites(Agreed):
         return used - used % self.batches.per_epoch(client) if phase.phase.work == "epoch" else used
 
     def job(self, phase: PreparedPhase, client: int, start: Tree, used: int) -> Job:
-        """A client's work in a phase, after so many batches of its life."""
+        """A client's work in a phase, after this many batches of its life."""
         return Job(client, start, self.first_batch(phase, client, used), self.steps(client, phase))
 
     @cached_property
@@ -117,27 +117,27 @@ class Site:
         device: torch.device | str = "cpu",
         allow_noop: bool = False,
     ) -> None:
-        place = torch.device(device)
-        agreed = agree(model, terms.method, terms.work, weights=terms.weights, device=place, allow_noop=allow_noop)
+        where = torch.device(device)
+        agreed = agree(model, terms.method, terms.work, weights=terms.weights, device=where, allow_noop=allow_noop)
         refuse_other_terms(terms, agreed)
-        x, y = (part.to(place) for part in train)
+        x, y = (part.to(where) for part in train)
         self.terms = terms
         self.client = client
         self.sites = Sites(
             prepared=agreed.prepared,
             work=agreed.work,
-            device=place,
+            device=where,
             batches=batches_of(own_pool(client, x, y, mean=mean, std=std), agreed),
             task=task,
         )
         if not len(self.sites.batches.rows(client)):
             raise ConfigError(f"client {client} has no training examples; give it data, or a lower val_fraction")
-        self._test = None if test is None else tuple(part.to(place) for part in test)
+        self._test = None if test is None else tuple(part.to(where) for part in test)
         self._trainer = Trainer(self.sites)
 
     @staticmethod
     def hello(name: str, model: nn.Module, num_examples: int) -> Hello:
-        """How a client with this model and so many training examples introduces itself."""
+        """How a client with this model and this many training examples introduces itself."""
         versions = {"fednorm": __version__, "torch": torch.__version__, "python": platform.python_version()}
         return Hello(name=name, num_examples=num_examples, schema=model_digest(model), versions=versions)
 

@@ -1,4 +1,4 @@
-"""A client's state as bytes: its entries end to end, without names, which are stored once for all clients alike.
+"""A client's state as bytes: its entries end to end, without names, which are stored once for all clients.
 
 A small state would otherwise cost less than the text that describes it.
 """
@@ -64,7 +64,7 @@ def from_record(layout: RecordLayout, record: bytes) -> tuple[int, Tree]:
     sizes = _sizes(layout)
     _check_length(len(data), sizes)
     steps = int.from_bytes(record[:_HEAD], "little", signed=True)
-    _, *parts = data.split((_HEAD, *sizes))
+    _, *parts = data.split_with_sizes((_HEAD, *sizes))
     return steps, {
         key: part.view(_DTYPES[dtype]).view(shape) for (key, dtype, shape), part in zip(layout, parts, strict=True)
     }
@@ -76,7 +76,7 @@ def stack_from_records(layout: RecordLayout, records: Sequence[bytes]) -> Tree:
     for record in records:
         _check_length(len(record), sizes)
     data = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8).view(len(records), -1)
-    _, *parts = data.split((_HEAD, *sizes), dim=1)
+    _, *parts = data.split_with_sizes((_HEAD, *sizes), dim=1)
     return {
         key: part.reshape(-1).view(_DTYPES[dtype]).view(len(records), *shape)
         for (key, dtype, shape), part in zip(layout, parts, strict=True)
@@ -102,7 +102,7 @@ def layout_from_text(text: str) -> RecordLayout:
 
 
 def page_size(row: int, default: int = 4096, slack: float = 1.05) -> int:
-    """The page size of an SQLite file whose rows have so many bytes: the first that wastes little, or the least.
+    """The page size of an SQLite file whose rows have this many bytes: the first that wastes little, or the least.
 
     A page that holds one row and most of a second costs nearly twice the data. What a row takes follows from the file
     format: rows up to a page lie side by side, of longer ones all but a first part is in pages of its own.
@@ -156,7 +156,8 @@ def unpack_states(data: bytes) -> dict[int, ClientState]:
     contents = json.loads(data[_CONTENTS:start])
     layouts = [layout_from_text(text) for text in contents["layouts"]]
     states: dict[int, ClientState] = {}
-    for client, layout, size in contents["clients"]:
+    listed: list[tuple[int, int, int]] = contents["clients"]
+    for client, layout, size in listed:
         states[client] = ClientState(*from_record(layouts[layout], data[start : start + size]))
         start += size
     return states

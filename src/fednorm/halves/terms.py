@@ -60,7 +60,7 @@ def with_weights(method: Method, weights: str) -> Method:
 def typical_steps(work: LocalWork, sizes: Mapping[int, int]) -> int:
     """Steps of an average client in a round, for layers whose schedule spans the training.
 
-    `sizes` says how many clients train on so many examples: there may be a million clients, but not a million sizes.
+    `sizes` counts clients by how many examples they train on: there may be a million clients, but not a million sizes.
 
     >>> typical_steps(LocalWork(unit="epochs", amount=2, batch_size=10), {20: 3, 40: 1})
     5

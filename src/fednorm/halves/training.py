@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -134,15 +134,16 @@ class Trainer:
             rng.as_seed(rng.key(seed, "torch", each.job.client, first))
             for each, first in zip(cohort, firsts, strict=True)
         ]
-        drawn = [[batches.place(each.job.client, k) for k in each.left] for each in cohort]
+        drawn = [[batches.rows_and_key(each.job.client, k) for k in each.left] for each in cohort]
         # Layers of other libraries may draw from torch's own generator; keyed per client, so that a resumed run and
         # another order of clients draw the same.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
             # Seeding all devices costs a millisecond, as much as a small step.
-            set_seed = torch.manual_seed if sites.device.type != "cpu" else torch.default_generator.manual_seed
-            for client, own_seed, places in zip(cohort, seeds, drawn, strict=True):
+            set_all = cast(Callable[[int], object], torch.manual_seed)  # pyright: ignore[reportUnknownMemberType]
+            set_seed = set_all if sites.device.type != "cpu" else torch.default_generator.manual_seed
+            for client, own_seed, taken in zip(cohort, seeds, drawn, strict=True):
                 set_seed(own_seed)
-                for rows, key in places:
+                for rows, key in taken:
                     x, y = batches.take(rows, key)
                     x = x.contiguous(memory_format=layout) if x.dim() == 4 else x
                     client.take(*step(client.carry, Batch(x, y, key), numbers))
@@ -154,7 +155,7 @@ class Trainer:
 
     def _outcome(self, phase: PreparedPhase, numbers: Mapping[str, float], client: Training) -> Outcome:
         end = {key: value.contiguous() for key, value in client.carry.tree.items()}
-        losses = torch.stack(client.losses).tolist()
+        losses = cast(list[float], torch.stack(client.losses).tolist())  # pyright: ignore[reportUnknownMemberType]
         return outcome(self.sites, phase, numbers, client.job, end, losses, client.probed)
 
 

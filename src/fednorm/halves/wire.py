@@ -135,7 +135,7 @@ def receive(sock: socket.socket, limits: Limits = Limits()) -> bytes | None:  # 
 
 
 def _take(sock: socket.socket, length: int) -> bytes:
-    """So many bytes of a stream, or fewer where it ends before."""
+    """This many bytes of a stream, or fewer where it ends before."""
     data = bytearray()
     while len(data) < length:
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fednorm.layers.batch_stats import RunningNorm, normalise, scale_and_shift, unbiased
-from fednorm.layers.swapping import SwapAlike
+from fednorm.layers.swapping import SwapByClass
 
 
 class _CohortMean(torch.autograd.Function):
@@ -111,7 +111,7 @@ class CohortBN(RunningNorm):
 
 
 @dataclass(frozen=True)
-class ToCohortBN(SwapAlike):
+class ToCohortBN(SwapByClass):
     """BatchNorm becomes CohortBN; nothing is lost."""
 
     layer = CohortBN

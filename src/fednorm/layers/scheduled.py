@@ -1,4 +1,4 @@
-"""Layers that change in the course of a training, by the global step they carry as a counter."""
+"""Layers that change during a training, by the global step they carry as a counter."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fednorm.core.state import register_norm
 from fednorm.layers.batch_stats import RecordingNorm, moments, normalise, scale_and_shift
-from fednorm.layers.swapping import SwapAlike
+from fednorm.layers.swapping import SwapByClass
 
 _KINDS = {
     "weight": "affine",
@@ -65,14 +65,14 @@ register_norm(HybridBN, **_KINDS, factor="extra")
 
 
 @dataclass(frozen=True)
-class ToFederatedBN(SwapAlike):
+class ToFederatedBN(SwapByClass):
     """BatchNorm becomes FederatedBN; its running statistics start as the shared ones."""
 
     layer = FederatedBN
 
 
 @dataclass(frozen=True)
-class ToHybridBN(SwapAlike):
+class ToHybridBN(SwapByClass):
     """BatchNorm becomes HybridBN; its running statistics start as the shared ones."""
 
     layer = HybridBN

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from fednorm.errors import ConfigError
 from fednorm.layers.batch_stats import RunningNorm, moments, unbiased
-from fednorm.layers.swapping import SwapAlike
+from fednorm.layers.swapping import SwapByClass
 
 
 def _is_zero(counter: Tensor) -> bool:
@@ -48,7 +48,7 @@ class StaticBN(RunningNorm):
 
 
 @dataclass(frozen=True)
-class ToStaticBN(SwapAlike):
+class ToStaticBN(SwapByClass):
     """BatchNorm becomes StaticBN; statistics the old layers hold are forgotten."""
 
     layer = StaticBN

@@ -99,7 +99,7 @@ class SwapNorm(ABC):
         return swap_norms(model, self.make, self.label, self.keep_statistics)
 
 
-class SwapAlike(SwapNorm):
+class SwapByClass(SwapNorm):
     """A surgery that replaces every BatchNorm by a layer of one class with the old one's settings."""
 
     layer: ClassVar[type[RunningNorm]]
@@ -117,15 +117,15 @@ def _move_tensors(old: nn.Module, new: nn.Module, keep_statistics: bool) -> None
         new.to(device=tensors[0].device, dtype=next((t.dtype for t in tensors if t.is_floating_point()), None))
     for part, tensor in old._parameters.items():
         # A layer may have gamma without beta (torch 2.13); then its successor must not invent one.
-        if part in new._parameters and (tensor is None or _has_place(new._parameters[part], tensor)):
+        if part in new._parameters and (tensor is None or _fits(new._parameters[part], tensor)):
             new._parameters[part] = tensor
     for part, tensor in old._buffers.items():
-        if keep_statistics and tensor is not None and _has_place(new._buffers.get(part), tensor):
+        if keep_statistics and tensor is not None and _fits(new._buffers.get(part), tensor):
             new._buffers[part] = tensor
 
 
-def _has_place(slot: Tensor | None, tensor: Tensor) -> bool:
-    return slot is not None and slot.shape == tensor.shape
+def _fits(old: Tensor | None, tensor: Tensor) -> bool:
+    return old is not None and old.shape == tensor.shape
 
 
 def _fate(pairs: list[tuple[nn.Module, nn.Module]], keep_statistics: bool) -> str:

@@ -45,7 +45,7 @@ class After:
 
 @dataclass(frozen=True)
 class WhenLossesAgree:
-    """Stage 1 once the participants' losses had a (population) deviation of at most eps for so many rounds in a row.
+    """Stage 1 once the participants' losses had a (population) deviation of at most eps for `rounds` rounds in a row.
 
     A round above eps starts the count anew; the switch latches (FedBS).
     """

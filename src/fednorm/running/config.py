@@ -27,13 +27,13 @@ class DataConfig:
     clients: int = 5
     """number of clients"""
     unseen: int = 0
-    """the last so many clients never train and are scored as newcomers"""
+    """how many clients, the last ones, never train and are scored as newcomers"""
     min_size: int = 2
     """fewest examples a client may have"""
     val_fraction: float = 0.0
     """share of each client's training data set aside to choose the best round"""
     train_limit: int | None = None
-    """use at most so many training examples"""
+    """use at most this many training examples"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +71,15 @@ class EvalConfig:
     """What is scored, and when."""
 
     every: int = 0
-    """score the model every so many rounds; 0: about twenty times in a run"""
+    """score the model every N rounds; 0: about twenty times in a run"""
     chunk: int = 500
     """examples scored at once"""
     max_clients: int = 1000
-    """score the own models of at most so many clients: a sample drawn by the seed, which the result says"""
+    """score the own models of at most this many clients: a sample drawn by the seed, which the result says"""
     probes: tuple[str, ...] = ()
     """quantities to record of each client's last step, such as grad-norm"""
     probe_every: int = 1
-    """record the probes every so many rounds"""
+    """record the probes every N rounds"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,9 +144,9 @@ class Bars:
         if row["round"] == self.pace.rounds:
             self.progress.remove_task(self.tasks[run])
             self.finished += 1
-            place = f"[{self.finished}/{self.runs}] " if self.runs > 1 else ""
+            counter = f"[{self.finished}/{self.runs}] " if self.runs > 1 else ""
             took = self.pace.seconds(run)
-            self.progress.console.print(f"{place}{run}  {self.scores[run]}  {took:.0f} s", markup=False)
+            self.progress.console.print(f"{counter}{run}  {self.scores[run]}  {took:.0f} s", markup=False)
 
 
 class TensorBoard:

@@ -138,7 +138,7 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
 
 
 def size_counts(federation: Federation) -> Counter[int]:
-    """How many training clients have so many examples, validation included."""
+    """How many training clients there are of each number of examples, validation included."""
     sizes, many = federation.sizes.unique(return_counts=True)
     counts = Counter(dict(zip(sizes.tolist(), many.tolist(), strict=True)))
     counts.subtract(int(federation.sizes[client]) for client in federation.unseen)

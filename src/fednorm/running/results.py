@@ -67,9 +67,7 @@ def summarise(
         number, scores = scored[best["validation"]]
         best_validation = {"round": number, **scores}
     peak: Any = {
-        name: {"round": scored[place][0], metric: by_round[name][place]}
-        for name, place in best.items()
-        if name != "validation"
+        name: {"round": scored[at][0], metric: by_round[name][at]} for name, at in best.items() if name != "validation"
     }
     curves: Any = {"round": [number for number, _ in scored], **by_round}
     return {

@@ -123,7 +123,7 @@ class Run:
         return evaluate(self.plan, phase, self.server.tree, self.store) if self.ranks.first else {}
 
     def settle(self, count: int) -> list[Row]:
-        """Complete the rows of so many rounds with what clients reported, and find out whether all can be used."""
+        """Complete the rows of this many rounds with what clients reported, and find out whether all can be used."""
         rounds, self.unsettled = self.unsettled[:count], self.unsettled[count:]
         now = time.perf_counter()
         for row, reports in rounds:

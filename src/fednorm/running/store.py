@@ -1,7 +1,7 @@
 """What must survive a crash: the server's state and each client's own, in one SQLite file, one transaction a round.
 
-Every row has a digest that covers its place, so a damaged or exchanged one is noticed and never loaded. Memory holds
-the clients of late rounds up to a number of bytes; clients that were never seen cost nothing at all.
+Every row has a digest that covers which row it is, so a damaged or exchanged one is noticed and never loaded. Memory
+holds the clients of late rounds up to a number of bytes; clients that were never seen cost nothing at all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TABLES = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE server (name TEXT PRIMARY KEY, blob BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE layouts (number INTEGER PRIMARY KEY, layout TEXT NOT NULL, digest BLOB NOT NULL);
-CREATE TABLE clients (place INTEGER PRIMARY KEY, id INTEGER NOT NULL UNIQUE, layout INTEGER NOT NULL,
+CREATE TABLE clients (row INTEGER PRIMARY KEY, id INTEGER NOT NULL UNIQUE, layout INTEGER NOT NULL,
                       digest BLOB NOT NULL, record BLOB NOT NULL);
 CREATE TABLE rounds (round INTEGER PRIMARY KEY, row TEXT NOT NULL, digest BLOB NOT NULL);
 """
@@ -179,7 +179,7 @@ class Store:
                     part,
                 ).fetchall()
             for client, number, digest, record in rows:
-                _check(record, digest, _client_place(client, number))
+                _check(record, digest, _client_row(client, number))
                 if number not in self._layouts:
                     raise CheckpointError(
                         f"{self._name} has no layout {number}, which client {client} names; start the run anew"
@@ -215,7 +215,7 @@ class Store:
         layouts = {client: layout_of(state.tree) for client, state in self._changed.items()}
         records = [(c, layouts[c], to_record(s.steps, s.tree, layouts[c])) for c, s in sorted(self._changed.items())]
         new = dict.fromkeys(layout for _, layout, _ in records if layout not in self._numbers)
-        numbers = {**self._numbers, **{layout: len(self._numbers) + place for place, layout in enumerate(new)}}
+        numbers = {**self._numbers, **{layout: len(self._numbers) + index for index, layout in enumerate(new)}}
         with _disk(self._name):
             if records and not self._numbers:
                 self._fit_pages(len(records[0][2]) + _ROW_BYTES)
@@ -231,7 +231,7 @@ class Store:
                 self._db.executemany(
                     _PUT_CLIENT,
                     (
-                        (client, numbers[layout], _digest(record, _client_place(client, numbers[layout])), record)
+                        (client, numbers[layout], _digest(record, _client_row(client, numbers[layout])), record)
                         for client, layout, record in records
                     ),
                 )
@@ -296,7 +296,7 @@ def _parts(clients: Sequence[int]) -> Iterator[Sequence[int]]:
     return (clients[start : start + _AT_ONCE] for start in range(0, len(clients), _AT_ONCE))
 
 
-def _client_place(client: int, layout: int) -> str:
+def _client_row(client: int, layout: int) -> str:
     return f"client {client} in layout {layout}"
 
 
@@ -312,14 +312,14 @@ def _owned(tree: Tree) -> Tree:
     }
 
 
-def _digest(content: bytes | str, place: str) -> bytes:
+def _digest(content: bytes | str, row: str) -> bytes:
     data = content.encode() if isinstance(content, str) else content
-    return hashlib.blake2b(data + place.encode(), digest_size=8).digest()
+    return hashlib.blake2b(data + row.encode(), digest_size=8).digest()
 
 
-def _check(content: Any, digest: Any, place: str) -> None:
-    if not isinstance(content, bytes | str) or _digest(content, place) != digest:
-        raise CheckpointError(f"the stored state of {place} is damaged (its digest differs); start the run anew")
+def _check(content: Any, digest: Any, row: str) -> None:
+    if not isinstance(content, bytes | str) or _digest(content, row) != digest:
+        raise CheckpointError(f"the stored state of {row} is damaged (its digest differs); start the run anew")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from fednorm.halves.prepared import Prepared
 def describe_model(prepared: Prepared, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Entries with kind, policy, shape and bytes, their totals, and what surgery had to say.
 
-    A policy that changes in the course of a run reads `shared -> frozen`. Optimizer buffers are listed where they
+    A policy that changes during a run reads `shared -> frozen`. Optimizer buffers are listed where they
     outlive a round.
     """
     in_order = (*prepared.method.phases, *prepared.method.finish)

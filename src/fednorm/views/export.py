@@ -31,15 +31,15 @@ def export(
     same function with fewer layers, for inference (see `folded`). `objects` holds the model and data of a run that was
     started from Python with its own.
     """
-    place = RunFolder(Path(folder))
-    config, comparison = read_config(place)
+    run = RunFolder(Path(folder))
+    config, comparison = read_config(run)
     if comparison:
         raise ConfigError(f"'{folder}' is a comparison; export one of the runs in it")
-    if not place.state.exists():
+    if not run.state.exists():
         raise CheckpointError(f"'{folder}' has no state yet; start it with `fednorm resume {folder}`")
     objects = objects or Objects()
     plan = make_plan(config, model=objects.model, federation=objects.federation, method=objects.method)
-    store = Store(place.state)
+    store = Store(run.state)
     try:
         state = model_of(plan, store, client)
         rounds = store.facts().get("round", 0)
@@ -47,7 +47,7 @@ def export(
         store.close()
     state, about_fold = folded(plan, state) if fold else (state, {"folded": "false"})
     name = ("global" if client is None else f"client-{client}") + "-folded" * fold
-    target = Path(path) if path else place.path / f"{name}.safetensors"
+    target = Path(path) if path else run.path / f"{name}.safetensors"
     metadata = {
         "format": "pt",
         "model": config.model,

@@ -36,27 +36,18 @@ def read_records(paths: list[Path], label_bytes: int) -> tuple[Tensor, Tensor]:
         counts.append(path.stat().st_size // width)
     x = torch.empty((sum(counts), 3, 32, 32), dtype=torch.uint8)
     y = torch.empty(sum(counts), dtype=torch.int64)
-    place = 0
+    start = 0
     for path, count in zip(paths, counts, strict=True):
         records = np.memmap(path, np.uint8, "r", shape=(count, width))
-        x.numpy()[place : place + count] = records[:, label_bytes:].reshape(count, 3, 32, 32)
-        y.numpy()[place : place + count] = records[:, label_bytes - 1]
-        place += count
+        x.numpy()[start : start + count] = records[:, label_bytes:].reshape(count, 3, 32, 32)
+        y.numpy()[start : start + count] = records[:, label_bytes - 1]
+        start += count
     return x, y
 
 
 def _cifar10(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> ImageSet:
-    return ImageSet(
-        name="cifar10",
-        train_x=train[0],
-        train_y=train[1],
-        test_x=test[0],
-        test_y=test[1],
-        num_classes=10,
-        classes=CIFAR10_CLASSES,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-    )
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    return ImageSet.of("cifar10", train, test, CIFAR10_CLASSES, mean, std)
 
 
 def _read_cifar10(root: Path, size: int | None) -> ImageSet:
@@ -70,11 +61,11 @@ def _read_packed(root: Path, size: int | None) -> ImageSet:
     for split, names in parts.items():
         y = torch.cat([labels(read_archive(root / name, "y")["y"]) for name in names])
         x = torch.empty((len(y), 3, 32, 32), dtype=torch.uint8)
-        place = 0
+        start = 0
         for name in names:
             part = read_archive(root / name)
-            unpack_into(x[place : place + len(part["y"])], part["blob"], part["off"])
-            place += len(part["y"])
+            unpack_into(x[start : start + len(part["y"])], part["blob"], part["off"])
+            start += len(part["y"])
         sets[split] = x, y
     return _cifar10(sets["train"], sets["test"])
 
@@ -82,17 +73,9 @@ def _read_packed(root: Path, size: int | None) -> ImageSet:
 def _read_cifar100(root: Path, size: int | None) -> ImageSet:
     train, test = (read_records([root / f"{split}.bin"], 2) for split in ("train", "test"))
     names = root / "fine_label_names.txt"
-    return ImageSet(
-        name="cifar100",
-        train_x=train[0],
-        train_y=train[1],
-        test_x=test[0],
-        test_y=test[1],
-        num_classes=100,
-        classes=tuple(names.read_text().split()) if names.exists() else (),
-        mean=(0.5071, 0.4865, 0.4409),
-        std=(0.2673, 0.2564, 0.2762),
-    )
+    classes = names.read_text().split() if names.exists() else ()
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    return ImageSet.of("cifar100", train, test, classes, mean, std, num_classes=100)
 
 
 def refuse_pickles(name: str, folder: Path) -> None:

@@ -25,18 +25,8 @@ USPS_TEST = 1_860
 
 def digit_set(name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> ImageSet:
     """A set of the ten digits, scaled to [-1, 1] as FedBN does."""
-    channels = train[0].shape[1]
-    return ImageSet(
-        name=name,
-        train_x=train[0],
-        train_y=train[1],
-        test_x=test[0],
-        test_y=test[1],
-        num_classes=10,
-        classes=DIGITS,
-        mean=(0.5,) * channels,
-        std=(0.5,) * channels,
-    )
+    half = (0.5,) * train[0].shape[1]
+    return ImageSet.of(name, train, test, DIGITS, mean=half, std=half)
 
 
 def read_libsvm(path: Path) -> tuple[Tensor, Tensor]:
@@ -48,8 +38,8 @@ def read_libsvm(path: Path) -> tuple[Tensor, Tensor]:
                 label, *entries = line.split()
                 row = np.full(256, -1.0)
                 for entry in entries:
-                    place, value = entry.split(":")
-                    row[int(place) - 1] = float(value)
+                    column, value = entry.split(":")
+                    row[int(column) - 1] = float(value)
                 pixels.append(row)
                 codes.append(int(label) - 1)
     except (OSError, EOFError, ValueError, IndexError) as error:

@@ -39,22 +39,8 @@ def _read_split(folder: Path) -> tuple[Tensor, Tensor, list[str]]:
 
 def _read(root: Path, _size: int | None) -> ImageSet:
     train, test = _read_split(root / "train"), _read_split(root / "test")
-    names = sorted({*train[2], *test[2]})
-    place = {name: number for number, name in enumerate(names)}
-    return ImageSet(
-        name="femnist",
-        train_x=train[0],
-        train_y=train[1],
-        test_x=test[0],
-        test_y=test[1],
-        num_classes=len(CLASSES),
-        classes=CLASSES,
-        mean=(0.5,),
-        std=(0.5,),
-        train_domain=torch.tensor([place[writer] for writer in train[2]]),
-        test_domain=torch.tensor([place[writer] for writer in test[2]]),
-        domain_names=tuple(names),
-    )
+    found = ImageSet.of("femnist", train[:2], test[:2], CLASSES, mean=(0.5,), std=(0.5,))
+    return found.with_domains(train[2], test[2])
 
 
 FORMS = {"femnist": (Form(name="LEAF JSON", roots=("femnist", "femnist/data"), files=("train", "test"), read=_read),)}

@@ -16,17 +16,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def _set(name: str, classes: list[str], train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> ImageSet:
-    return ImageSet(
-        name=name,
-        train_x=train[0],
-        train_y=train[1],
-        test_x=test[0],
-        test_y=test[1],
-        num_classes=len(classes),
-        classes=tuple(classes),
-        mean=MEAN,
-        std=STD,
-    )
+    return ImageSet.of(name, train, test, classes, MEAN, STD)
 
 
 def _read_tiny(root: Path, size: int | None) -> ImageSet:

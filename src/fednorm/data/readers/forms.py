@@ -41,11 +41,11 @@ def plain_or_gz(path: Path) -> Path | None:
 def missing(name: str, folder: Path, forms: Sequence[Form]) -> ConfigError:
     """The error for a set that is not in the folder: what was expected, and how to get it."""
     first = forms[0]
-    places = [str(Path(folder, form.roots[0], form.files[0])) for form in forms]
+    paths = [str(Path(folder, form.roots[0], form.files[0])) for form in forms]
     more = " ..." if len(first.files) > 1 else ""
-    others = f" (or {' or '.join(places[1:])})" if places[1:] else ""
+    others = f" (or {' or '.join(paths[1:])})" if paths[1:] else ""
     return ConfigError(
-        f"{name} was not found in {folder}; expected {places[0]}{more}{others}; {how_to_get(name, str(folder))}"
+        f"{name} was not found in {folder}; expected {paths[0]}{more}{others}; {how_to_get(name, str(folder))}"
     )
 
 

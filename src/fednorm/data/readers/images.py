@@ -54,12 +54,12 @@ def read_images(paths: Sequence[Path], size: tuple[int, int] | None, mode: str =
     out = torch.empty((len(paths), 3, *shape) if colour else (len(paths), *shape), dtype=torch.uint8)
     target = out.numpy()
 
-    def place(index: int) -> None:
+    def fill(index: int) -> None:
         image = read_image(paths[index], (shape[0], shape[1]), mode)
         target[index] = image.transpose(2, 0, 1) if colour else image
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(place, range(len(paths))))
+        list(pool.map(fill, range(len(paths))))
     return out
 
 

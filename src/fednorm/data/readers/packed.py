@@ -61,13 +61,13 @@ def unpack_into(out: Tensor, blob: np.ndarray, offsets: np.ndarray) -> None:
 
     per_sheet = len(images(0))
 
-    def place(index: int) -> int:
+    def fill(index: int) -> int:
         found = images(index)
         target[index * per_sheet : index * per_sheet + len(found)] = found
         return len(found)
 
     with ThreadPoolExecutor(2) as pool:
-        total = sum(pool.map(place, range(len(offsets) - 1)))
+        total = sum(pool.map(fill, range(len(offsets) - 1)))
     if total != len(out):
         raise ConfigError(f"a packed data set holds {total} images where {len(out)} were announced; get it again")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,23 +31,8 @@ Split = tuple[Tensor, Tensor, list[str]]
 
 def _assemble(name: str, train: Split, test: Split, classes: tuple[str, ...], ignore: int) -> ImageSet:
     """One set from (images, masks, domain of each row) for training and test."""
-    names = sorted({*train[2], *test[2]})
-    return ImageSet(
-        name=name,
-        train_x=train[0],
-        train_y=train[1],
-        test_x=test[0],
-        test_y=test[1],
-        num_classes=len(classes),
-        classes=classes,
-        mean=MEAN,
-        std=STD,
-        train_domain=torch.tensor([names.index(domain) for domain in train[2]]),
-        test_domain=torch.tensor([names.index(domain) for domain in test[2]]),
-        domain_names=tuple(names),
-        task="segmentation",
-        ignore_index=ignore,
-    )
+    found = ImageSet.of(name, train[:2], test[:2], classes, MEAN, STD).with_domains(train[2], test[2])
+    return replace(found, task="segmentation", ignore_index=ignore)
 
 
 def _city_split(root: Path, split: str, size: int | None) -> Split:

@@ -169,7 +169,7 @@ class DeviceStack:
         self._batches, self._offsets = _joined_pools(runs)
         self._programs: dict[Any, Any] = {}
         self._waiting: WeakValueDictionary[tuple[PhaseProgram, int, int], LateReports] = WeakValueDictionary()
-        """reports by their place in a program's log, as long as somebody may look at them"""
+        """reports by their slot and row in a program's log, as long as somebody may look at them"""
         self._remembered = [frozenset[str]() for _ in runs]
         self._asked: Counter[Work] = Counter()
         self._upcoming = [Upcoming(sites.batches) for sites in runs]
@@ -227,7 +227,7 @@ class DeviceStack:
         rows = torch.tensor([run * self.num_clients + client for client in clients], device=self.sites.device)
         flats = {name: flat.index_select(0, rows).cpu() for name, flat in unnamed("local", self._state).items()}
         trees = self._layouts["local"].unpack(flats)
-        return [{key: value[place].contiguous() for key, value in trees.items()} for place in range(len(clients))]
+        return [{key: value[row].contiguous() for key, value in trees.items()} for row in range(len(clients))]
 
     def load_client(self, run: int, client: int, tree: Tree) -> None:
         """Put a state in the place of a client's own."""
@@ -248,7 +248,7 @@ class DeviceStack:
         return shapes[0] == work or (self._asked[work] > OFTEN and shapes.index(work) < _MOST_SHAPES)
 
     def exchange(self, tasks: Mapping[int, Assignment], steps: int, size: int) -> dict[int, LateReports]:
-        """One exchange of some runs, whose clients all take so many steps on batches of this size."""
+        """One exchange of some runs, whose clients all take this many steps on batches of this size."""
         key, program = self._program(PhaseProgram, tasks, steps, size)
         message = self._message(tasks, [self._upcoming[run].take(tasks[run], steps) for run in sorted(tasks)])
         return self._play(key, program, message, tasks)
@@ -283,7 +283,7 @@ class DeviceStack:
         self, key: Any, program: PhaseProgram, message: Mapping[str, torch.Tensor], tasks: Mapping[int, Assignment]
     ) -> dict[int, LateReports]:
         runs = sorted(tasks)
-        for row in range(len(runs)):  # the place in the log is taken again
+        for row in range(len(runs)):  # the slot in the log is taken again
             if late := self._waiting.get((program, program.turn % MOST_AWAITED, row)):
                 late.settle()
         try:
@@ -302,7 +302,7 @@ class DeviceStack:
         return reports
 
     def _make_room(self, program: PhaseProgram) -> None:
-        """Places for what a first merge begins to remember."""
+        """Room for what a first merge begins to remember."""
         if program.turn == 0:
             program.remembered = program.remembers()
             for key, value in program.remembered.items():
@@ -313,7 +313,7 @@ class DeviceStack:
     ) -> dict[str, torch.Tensor]:
         """What an exchange is sent; the batches of each run are (rows, keys, draws)."""
         rows, keys, drawn, numbers = [], [], [], []
-        places, sizes, last = [], [], []
+        client_rows, sizes, last = [], [], []
         for (run, task), (own_rows, own_keys, own_draws) in zip(sorted(tasks.items()), batches, strict=True):
             own = self.runs[run].batches
             rows.append(own_rows + self._offsets[run])
@@ -321,7 +321,7 @@ class DeviceStack:
             drawn.append(own_draws)
             row = torch.tensor(list(task.exchange.numbers.values()), dtype=torch.float64)
             numbers.append(row.unsqueeze(1).expand(-1, len(task.clients)))
-            places += [run * self.num_clients + max(client, 0) for client in task.clients]
+            client_rows += [run * self.num_clients + max(client, 0) for client in task.clients]
             sizes += [own.num_examples(client) for client in task.clients]
             last += [own.per_epoch(client) for client in task.clients]
         return {
@@ -329,7 +329,7 @@ class DeviceStack:
             "batch_keys": torch.cat(keys, 1),
             "batch_draws": torch.cat(drawn, 1),
             "numbers": torch.cat(numbers, 1).contiguous(),
-            "places": torch.tensor(places),
+            "client_rows": torch.tensor(client_rows),
             "num_examples": torch.tensor(sizes),
             "last_epoch": torch.tensor(last),
             "runs": torch.tensor(sorted(tasks)),

@@ -1,4 +1,4 @@
-"""A function of tensors as a graph of operators, in which any model looks alike, and that graph made shorter."""
+"""A function of tensors as a graph of operators, in which all models look the same, and that graph made shorter."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ FINE, NOT_FINITE, NEGATIVE = 1.0, 0.0, -1.0
 _WORTH_A_LINE = 3.0
 """Seconds of making a program ready that are told; compiled kernels are kept on disk, so the next run is quicker."""
 MOST_IN_ONE = 2
-"""Up to so many steps a round is one program; more would only make it long."""
+"""Up to this many steps a round is one program; more would only make it long."""
 
 
 class NotAProgram(Exception):
-    """A phase that is more than a function of tensors with a place each; it is played the ordinary way."""
+    """A phase that is more than a function of tensors with a row each; it is played the ordinary way."""
 
 
 def named(prefix: str, flats: Flats) -> Tree:
@@ -67,7 +67,7 @@ class LogCopy:
 
 
 class PhaseProgram:
-    """The programs of a phase for some runs with so many clients each, all with so many steps on batches of one size.
+    """The programs of a phase for some runs with as many clients each, all with as many steps on batches of one size.
 
     `common` is the state that all exchanges share: `server`, `initial` and what merges remember (a row a run), and
     `local` (a row a client). Which runs take part and which clients is in each message. Stacks have a row for each
@@ -121,7 +121,7 @@ class PhaseProgram:
             "batch_keys": (steps, rows),
             "batch_draws": (steps, rows, *batches.draws_of_one(size)),
             "numbers": (len(self.numbers), rows),
-            "places": (rows,),
+            "client_rows": (rows,),
             "num_examples": (rows,),
             "last_epoch": (rows,),
             "runs": (self.runs,),
@@ -221,7 +221,7 @@ class PhaseProgram:
 
     def _of_clients(self, state: Tree) -> Tree:
         """What the clients that take part keep of their own."""
-        flats = {name: flat.index_select(0, state["places"]) for name, flat in unnamed("local", state).items()}
+        flats = {name: flat.index_select(0, state["client_rows"]) for name, flat in unnamed("local", state).items()}
         return self._layouts["local"].rows(flats)
 
     def _for_each_client(self, rows: Tensor) -> Tensor:
@@ -345,4 +345,4 @@ class PhaseProgram:
             return {}
         kept = {key: end[key] for key in self.phase.kept}
         flats = self._layouts["local"].join_rows({**self._of_clients(state), **kept})
-        return {f"local:{name}": (state["places"], flat) for name, flat in flats.items()}
+        return {f"local:{name}": (state["client_rows"], flat) for name, flat in flats.items()}

@@ -78,12 +78,12 @@ def compile_kernels(traced: GraphModule) -> None:
     calls = {}
     for node in traced.graph.nodes:
         if str(node.target).startswith("fednorm."):
-            given = tree_map_only(Node, _spec_of, (node.args, dict(node.kwargs)))
-            calls[repr((node.target, given))] = node.target, given
+            specs = tree_map_only(Node, _spec_of, (node.args, dict(node.kwargs)))
+            calls[repr((node.target, specs))] = node.target, specs
 
-    def call(target: Any, given: Any) -> None:
+    def call(target: Any, specs: Any) -> None:
         with suppress(RuntimeError, TypeError, NotImplementedError):
-            args, kwargs = tree_map_only(TensorSpec, TensorSpec.zeros, given)
+            args, kwargs = tree_map_only(TensorSpec, TensorSpec.zeros, specs)
             target(*args, **kwargs)
 
     with ThreadPoolExecutor(_COMPILERS) as pool:

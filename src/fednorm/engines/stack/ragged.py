@@ -47,11 +47,11 @@ class Table:
         batches.draw_orders(*zip(*work, strict=True))
         rows = torch.zeros(steps, len(work), full, dtype=torch.int64)
         sizes = torch.zeros(steps, len(work), dtype=torch.int64)
-        for place, (stream, (_, first, count)) in enumerate(zip(streams, work, strict=True)):
+        for column, (stream, (_, first, count)) in enumerate(zip(streams, work, strict=True)):
             own = [stream.size(first + number) for number in range(count)]
-            sizes[:count, place] = torch.tensor(own)
+            sizes[:count, column] = torch.tensor(own)
             for number, part in enumerate(stream.span(first, count).split(own)):
-                rows[number, place, : own[number]] = part
+                rows[number, column, : own[number]] = part
         firsts = torch.tensor([first for _, first, _ in work])
         keys = batches.keys(torch.tensor([client for client, _, _ in work]), firsts + torch.arange(steps)[:, None])
         draws = torch.zeros(steps, len(work), *batches.draws_of_one(full), dtype=torch.int64)
@@ -78,7 +78,7 @@ class Table:
 
 
 def _entries(steps: int, clients: int) -> int:
-    """Room for the places of all launches."""
+    """Room for the steps of all launches."""
     return 2 * steps * clients
 
 
@@ -87,8 +87,8 @@ class RaggedProgram(PhaseProgram):
 
     launches: Sequence[Launch] = ()
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         self._times: Counter[str] = Counter()
 
     def _shapes(self, batches: Batches) -> dict[str, tuple[int, ...]]:

@@ -217,6 +217,6 @@ def can_stay(sites: Sites) -> bool:
 
 
 def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
-    """Whether clients can work each for itself in a program, with state that has its place on the device."""
+    """Whether clients can work each for itself in a program, with state that has its row on the device."""
     several = len(phase.passes) > 1 or any(each.rule.closings for each in phase.passes)
     return not (several or phase.phase.lockstep or phase.reported or (phase.kept and UNION in clients))

@@ -1,7 +1,7 @@
 """Which clients step together where their work is unequal.
 
 A client's steps keep their order; clients need not keep pace with each other. So clients with much to do go first, and
-a stack as wide as the work is long leaves few places empty. Batches that are smaller than the others wait until there
+a stack as wide as the work is long leaves few rows empty. Batches that are smaller than the others wait until there
 are several of one size.
 """
 
@@ -31,7 +31,7 @@ class Launch:
 def timetable(sizes: Sequence[Sequence[int]], full: int) -> list[Launch]:
     """The launches of clients whose batches have these sizes, `full` being the largest.
 
-    There are at most twice as many places in them as clients times steps of the longest.
+    There are at most twice as many rows in them as clients times steps of the longest.
 
     >>> [(launch.size, launch.steps) for launch in timetable([[4, 4, 2], [4]], 4)]
     [(4, [(0, 0), (0, 1)]), (4, [(1, 0)]), (2, [(2, 0)])]
@@ -66,7 +66,7 @@ def timetable(sizes: Sequence[Sequence[int]], full: int) -> list[Launch]:
 
 
 def stack_width(counts: Sequence[int]) -> int:
-    """How many clients with so many steps to take at once: wider stacks would not be done sooner.
+    """How many clients to take at once, by how many steps each has: wider stacks would not be done sooner.
 
     A power of 2 or half as much again, so that there are few widths.
 

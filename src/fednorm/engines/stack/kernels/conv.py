@@ -175,15 +175,15 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     terms = ins * shape.kernel_h * shape.kernel_w
     tile, programs = weight_tile(terms, outs, x.dtype == torch.float32)
     block_out = out_block(outs)
-    places = triton.cdiv(terms, tile.terms) * triton.cdiv(outs, block_out)
+    blocks = triton.cdiv(terms, tile.terms) * triton.cdiv(outs, block_out)
     # Enough programs to fill the chip, and no fewer than a few turns for each: as many for all small batches.
     tiles = triton.cdiv(batch * out_height * out_width, tile.pixels)
-    turns = max(4, triton.cdiv(tiles, max(1, programs // (places * clients))))
+    turns = max(4, triton.cdiv(tiles, max(1, programs // (blocks * clients))))
     splits = triton.cdiv(tiles, turns)
     parts = torch.empty(
         splits, clients, outs, shape.kernel_h, shape.kernel_w, ins, dtype=torch.float32, device=x.device
     )
-    _weight_kernel[(splits, clients, places)](
+    _weight_kernel[(splits, clients, blocks)](
         x, dy, parts, batch, height, width, out_height, out_width, clients,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
         KW=shape.kernel_w, TURNS=turns, PRECISION=_precision(), PIXELS=tile.pixels,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fednorm.core.optim import SGD, slot
+from fednorm.core.optim import SGD, buffer_key
 from fednorm.core.reductions import fold as folded
 from fednorm.engines.stack.kernels.ops import channels_last, channels_second, kernels_fit
 from fednorm.engines.stack.row_matrix import aligned_like
@@ -72,8 +72,8 @@ def max_pool_grad(x: Tensor, dy: Tensor, side: int) -> Tensor:
         from fednorm.engines.stack.kernels.elements import run_max_pool
 
         return channels_second(run_max_pool(channels_last(x), side, channels_last(dy)))
-    _, places = functional.max_pool2d(_images(x), side, return_indices=True)
-    dx = torch.zeros_like(_images(x)).flatten(2).scatter_(2, places.flatten(2), _images(dy).flatten(2))
+    _, indices = functional.max_pool2d(_images(x), side, return_indices=True)
+    dx = torch.zeros_like(_images(x)).flatten(2).scatter_(2, indices.flatten(2), _images(dy).flatten(2))
     return channels_second(channels_last(dx.view(x.shape)))
 
 
@@ -84,7 +84,7 @@ def _(x: Tensor, dy: Tensor, side: int) -> Tensor:
 
 @torch.library.custom_op("fednorm::thin", mutates_args=())
 def thin(x: Tensor, stride: int, before: int, after: int) -> Tensor:
-    """Every so many-th pixel, with zeros as further channels: a residual block's shortcut without weights."""
+    """Every n-th pixel, with zeros as further channels: a residual block's shortcut without weights."""
     if kernels_fit(x):
         from fednorm.engines.stack.kernels.elements import run_thin
 
@@ -191,9 +191,9 @@ def _sgd_into(old: Pair, grads: list[Tensor], new: Pair, lr: Tensor, momentum: T
 
         run_sgd(old, grads, new, lr.contiguous(), momentum.contiguous(), decay.contiguous())
         return
-    held = {} if velocity is None else {slot("momentum", "row"): velocity}
+    held = {} if velocity is None else {buffer_key("momentum", "row"): velocity}
     numbers = {"lr": lr[:, None], "momentum": momentum[:, None], "weight_decay": decay[:, None]}
     values, kept = SGD.update({"row": value}, {"row": torch.cat(grads, 1)}, held, numbers, {}, frozenset())
     new[0].copy_(values["row"])
     if new[1] is not None:
-        new[1].copy_(kept[slot("momentum", "row")])
+        new[1].copy_(kept[buffer_key("momentum", "row")])

@@ -34,9 +34,9 @@ def _dropout_kernel(x_ptr, keys_ptr, y_ptr, numbers, channels, pixels, p, BLOCK:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numbers
     image, rest = at // (channels * pixels), at % (channels * pixels)
-    place = (image * channels + rest % channels) * pixels + rest // channels
+    count = (image * channels + rest % channels) * pixels + rest // channels
     key = tl.load(keys_ptr + client).to(tl.uint64, bitcast=True)
-    word = _scramble(_scramble((place + 1).to(tl.uint64) * _GOLDEN + key) ^ key)
+    word = _scramble(_scramble((count + 1).to(tl.uint64) * _GOLDEN + key) ^ key)
     drawn = (word >> 40).to(tl.int32).to(tl.float32) * (1.0 / 16777216)
     here = client.to(tl.int64) * numbers + at
     x = tl.load(x_ptr + here, mask=inside, other=0.0).to(tl.float32)
@@ -65,17 +65,17 @@ def _pool_kernel(
     column, row, image = pixel % out_width, (pixel // out_width) % out_height, pixel // (out_width * out_height)
     corner = ((image * height + row * SIDE) * width + column * SIDE) * CHANNELS + channel
     best = tl.load(x_ptr + corner, mask=inside, other=0.0)
-    place = tl.zeros((BLOCK,), dtype=tl.int32)
+    winner = tl.zeros((BLOCK,), dtype=tl.int32)
     for step in tl.static_range(1, SIDE * SIDE):
         x = tl.load(x_ptr + corner + (step // SIDE * width + step % SIDE) * CHANNELS, mask=inside, other=0.0)
         larger = (x > best) | (x != x)  # what is no number goes on, as in torch
         best = tl.where(larger, x, best)
-        place = tl.where(larger, step, place)
+        winner = tl.where(larger, step, winner)
     if BACKWARD:
         dy = tl.load(dy_ptr + at, mask=inside, other=0.0)
         for step in tl.static_range(SIDE * SIDE):
             there = corner + (step // SIDE * width + step % SIDE) * CHANNELS
-            tl.store(out_ptr + there, tl.where(place == step, dy, 0.0).to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(out_ptr + there, tl.where(winner == step, dy, 0.0).to(out_ptr.dtype.element_ty), mask=inside)
     else:
         tl.store(out_ptr + at, best, mask=inside)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fednorm.core.optim import SGD, Factors, Keys, Optimizer, slot
+from fednorm.core.optim import SGD, Factors, Keys, Optimizer, buffer_key
 from fednorm.core.reductions import Cohort
 from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels import element_ops
@@ -38,8 +38,8 @@ class _Sgd(_OverStack):
         return new[0], moved if velocity is None else moved[0]
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], *given: Tensor | None) -> Any:
-        value, grad, velocity, *numbers = stacked(info, dims, *given)
+    def vmap(info: Any, dims: tuple[Any, ...], *args: Tensor | None) -> Any:
+        value, grad, velocity, *numbers = stacked(info, dims, *args)
         new, moved = element_ops.sgd(value, [grad], velocity, *numbers)
         return (new, moved), (0, None if velocity is None else 0)
 
@@ -50,8 +50,8 @@ class _Fold(_OverStack):
         return element_ops.fold(stack.unsqueeze(0), weights.unsqueeze(0))[0]
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], *given: Tensor) -> Any:
-        return element_ops.fold(*stacked(info, dims, *given)), 0
+    def vmap(info: Any, dims: tuple[Any, ...], *args: Tensor) -> Any:
+        return element_ops.fold(*stacked(info, dims, *args)), 0
 
 
 def on_stack(optimizer: Optimizer) -> Optimizer:
@@ -65,7 +65,7 @@ def _sgd_of_vectors(
     lr, momentum, decay = (cast(Tensor, numbers[name]) for name in ("lr", "momentum", "weight_decay"))
     new_params, new_buffers = {}, {}
     for key, value in params.items():
-        name = slot("momentum", key)
+        name = buffer_key("momentum", key)
         rate = lr * factors[key] if key in factors else lr
         lost = torch.zeros_like(decay) if key in spared else decay
         new_params[key], moved = cast(Any, _Sgd.apply(value, grads[key], buffers.get(name), rate, momentum, lost))

@@ -202,8 +202,8 @@ class StackBatchNorm2d(nn.BatchNorm2d):
         tested = not self.training and not torch.is_grad_enabled()
         if tested or mean is None or var is None or counter is None or self.weight is None or self.momentum is None:
             return super().forward(input)
-        given = input, self.weight, self.bias, mean, var, counter
-        y, _, _, *moved = cast(Any, _Norm.apply(*given, self.training, self.momentum, self.eps))
+        args = input, self.weight, self.bias, mean, var, counter
+        y, _, _, *moved = cast(Any, _Norm.apply(*args, self.training, self.momentum, self.eps))
         if self.training:
             for kept, new in zip((mean, var, counter), moved, strict=True):
                 kept.copy_(new)

@@ -2,8 +2,8 @@
 
 Programs take the moments of a chunk of pixels (or the convolution before took them), and the next launch joins the
 chunks by Chan's rule, so that no large sums cancel, before it writes its tile: normalised, with what a residual block
-adds and the ReLU that follows. The backward pass is two launches alike. With given statistics (`training` false) the
-same kernels normalise by the running ones.
+adds and the ReLU that follows. The backward pass is two launches as well. Where `training` is false the same kernels
+normalise by the running statistics.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 # A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
@@ -79,7 +79,7 @@ def _normalise_kernel(
     client = tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
-    place = client * CHANNELS + channel
+    cell = client * CHANNELS + channel
     old_mean = tl.load(old_mean_ptr + client * old_mean_stride + channel, mask=inside, other=0.0)
     old_var = tl.load(old_var_ptr + client * old_var_stride + channel, mask=inside, other=1.0)
     if TRAINING:
@@ -89,12 +89,12 @@ def _normalise_kernel(
     scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * tl.rsqrt(var + eps)
     beta = tl.load(beta_ptr + client * beta_stride + channel, mask=inside, other=0.0)
     if chunk == 0:
-        tl.store(mean_ptr + place, mean, mask=inside)
-        tl.store(var_ptr + place, var, mask=inside)
+        tl.store(mean_ptr + cell, mean, mask=inside)
+        tl.store(var_ptr + cell, var, mask=inside)
         if TRAINING:
-            tl.store(new_mean_ptr + place, old_mean + rate * (mean - old_mean), mask=inside)
+            tl.store(new_mean_ptr + cell, old_mean + rate * (mean - old_mean), mask=inside)
             unbiased = var * (rows / (rows - 1.0))
-            tl.store(new_var_ptr + place, old_var + rate * (unbiased - old_var), mask=inside)
+            tl.store(new_var_ptr + cell, old_var + rate * (unbiased - old_var), mask=inside)
             tl.store(new_counter_ptr + client, tl.load(counter_ptr + client * counter_stride) + 1)
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
@@ -143,17 +143,17 @@ def _input_grad_kernel(
     client = tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
-    place = client * CHANNELS + channel
+    cell = client * CHANNELS + channel
     every = tl.arange(0, CHUNKS)
     at = (client * chunks + every)[:, None] * (2 * CHANNELS) + channel[None, :]
     part_mask = (every < chunks)[:, None] & inside[None, :]
     dbeta = tl.sum(tl.load(part_ptr + at, mask=part_mask, other=0.0), 0)
     dgamma = tl.sum(tl.load(part_ptr + at + CHANNELS, mask=part_mask, other=0.0), 0)
     if chunk == 0:
-        tl.store(dgamma_ptr + place, dgamma, mask=inside)
-        tl.store(dbeta_ptr + place, dbeta, mask=inside)
-    mean = tl.load(mean_ptr + place, mask=inside, other=0.0)
-    inverse = tl.rsqrt(tl.load(var_ptr + place, mask=inside, other=1.0) + eps)
+        tl.store(dgamma_ptr + cell, dgamma, mask=inside)
+        tl.store(dbeta_ptr + cell, dbeta, mask=inside)
+    mean = tl.load(mean_ptr + cell, mask=inside, other=0.0)
+    inverse = tl.rsqrt(tl.load(var_ptr + cell, mask=inside, other=1.0) + eps)
     scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * inverse
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
@@ -194,7 +194,7 @@ _MOST_CHUNKS = 256
 
 
 def _at_once(parts: int, most: int) -> int:
-    """How many parts, of so many, a kernel joins at a time: a power of 2."""
+    """How many of the parts a kernel joins at a time: a power of 2."""
     return min(most, max(_FEWEST_PARTS, triton.next_power_of_2(parts)))
 
 

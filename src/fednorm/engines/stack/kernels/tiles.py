@@ -29,7 +29,7 @@ def out_block(outs: int) -> int:
 
 
 def conv_tile(ins: int, outs: int, wide: bool) -> Tile:
-    """The cut of a convolution with so many channels: more pixels where there are few; `wide` numbers have 4 bytes."""
+    """The cut of a convolution by its channels: more pixels where there are few; `wide` numbers have 4 bytes."""
     block = out_block(outs)
     if wide and ins >= 16 and block > 16:
         return Tile(pixels=8192 // block, terms=16, warps=256 // block, stages=3)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from fednorm.engines.stack.rewrites.nodes import alike
+from fednorm.engines.stack.rewrites.nodes import same_type
 
 _aten = torch.ops.aten
 
@@ -94,15 +94,15 @@ def _piece(node: Any) -> tuple[Node, int] | None:
                 return None
         elif node.target is _aten.permute.default:
             axes: Any = node.args[1]
-            turned = axes if turned is None else [axes[place] for place in turned]
+            turned = axes if turned is None else [axes[axis] for axis in turned]
             turned = None if list(turned) == sorted(turned) else turned
         elif node.target is operator.getitem and turned is None:
-            split, place = cast(Any, node.args)
+            split, index = cast(Any, node.args)
             if split.target is not _aten.split_with_sizes.default:
                 return None
             # Pieces along another axis than the last do not lie side by side.
             source, _, dim = split.args
-            return (split, place) if dim == source.meta["val"].dim() - 1 else None
+            return (split, index) if dim == source.meta["val"].dim() - 1 else None
         else:
             return None
         node = node.args[0]
@@ -112,5 +112,5 @@ def _piece(node: Any) -> tuple[Node, int] | None:
 def drop_copy(graph: Graph, node: Node) -> None:
     """A change in place that became a new tensor is that new tensor."""
     old, new = node.args[:2]
-    if isinstance(old, Node) and isinstance(new, Node) and alike(old, new):
+    if isinstance(old, Node) and isinstance(new, Node) and same_type(old, new):
         node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]

@@ -40,11 +40,11 @@ def take_in_bias_and_relu(graph: Graph, conv: Node) -> None:
     bias = next((each for each in add.args if each is not conv), None) if add and not add.kwargs else None
     if isinstance(bias, Node) and add:
         clients, _, channels, *_ = shape = tuple(conv.meta["val"].shape)
-        given = bias.meta["val"]
-        if tuple(given.shape) == (clients, 1, channels, 1, 1) != shape:
+        value = bias.meta["val"]
+        if tuple(value.shape) == (clients, 1, channels, 1, 1) != shape:
             with graph.inserting_before(add):
                 rows = graph.call_function(_aten.reshape.default, (bias, [clients, channels]))
-            rows.meta = {"val": given.reshape(clients, channels)}
+            rows.meta = {"val": value.reshape(clients, channels)}
             conv.kwargs = {**conv.kwargs, "bias": rows}
             replace_by(graph, add, conv)
     relu = only_user(conv, _aten.relu.default)
@@ -63,7 +63,7 @@ def take_in_bias_grad(graph: Graph, behind: Node) -> None:
         return
     with graph.inserting_before(behind):
         both = graph.call_function(_own.relu_bias_grad.default, (dy, y))
-        masked, sums = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+        masked, sums = (graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
         shaped = graph.call_function(_aten.reshape.default, (sums, list(total.meta["val"].shape)))
     masked.meta, shaped.meta = behind.meta, total.meta
     behind.replace_all_uses_with(masked)
@@ -91,10 +91,10 @@ def share_moments(graph: Graph, norm: Node) -> None:
         return
     with graph.inserting_before(conv):
         both = graph.call_function(_own.conv_moments.default, conv.args, conv.kwargs)
-        first, parts = (graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+        first, parts = (graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
     first.meta = conv.meta
-    given = [each.meta["val"] if isinstance(each, Node) else each for each in conv.args]
-    parts.meta = {"val": _own.conv_moments.default(*given)[1]}
+    values = [each.meta["val"] if isinstance(each, Node) else each for each in conv.args]
+    parts.meta = {"val": _own.conv_moments.default(*values)[1]}
     conv.replace_all_uses_with(first)
     graph.erase_node(conv)
     norm.kwargs = {**norm.kwargs, "parts": parts, "part_rows": rows}

@@ -1,4 +1,4 @@
-"""Shortcuts of residual blocks without weights, every so many-th pixel and zeros as further channels: one pass."""
+"""Shortcuts of residual blocks without weights, every n-th pixel and zeros as further channels: one pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _aten, _own = torch.ops.aten, torch.ops.fednorm
 
 
 def thin_at_once(graph: Graph, pad: Node) -> None:
-    """Every so many-th row and column, and zeros as further channels, are one pass."""
+    """Every n-th row and column, and zeros as further channels, are one pass."""
     columns = pad.args[0]
     rows = columns.args[0] if _is_slice(columns, 4) else None  # type: ignore[union-attr]
     if not _is_slice(rows, 3) or any(pad.args[2:]) or not _pads_channels(pad):
