@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import over_a_wire
 import tiny
 from checks import distance
+from command import fednorm
 from fednorm.core.merge import Merge
 from fednorm.core.method import Extra, Facts, Method, Numbers, Part, Pass, Phase
 from fednorm.core.reductions import weighted_sum, wide
@@ -184,6 +185,14 @@ def test_extras_and_passes_cross_the_wire(method: str, per_round: int, tmp_path:
     played = over_a_wire.play(plan, tiny.residual_net(), tmp_path)
     assert played.fingerprint == over_a_wire.fingerprint_of(tiny.play(plan))
     assert b"own:conv1.weight" not in b"".join(played.bytes)
+
+
+def test_extras_and_passes_are_told() -> None:
+    told = fednorm("methods", "scaffold+head-then-body")
+    assert told.code == 0, told.err
+    assert "extras: common (shared, add, one of all (population=4)), own (local, mean, by size)" in told.out
+    assert "at its end: new controls" in told.out
+    assert "pass 2, trains: the body alone" in told.out
 
 
 def test_extras_are_charged() -> None:

@@ -266,6 +266,19 @@ def test_a_client_that_lost_its_state_is_told_so(tmp_path: Path) -> None:
         federation.sites[0].work(request_of(federation), Mine())
 
 
+def test_a_client_that_lost_its_state_may_start_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    federation = Federation("fedbn", tmp_path)
+    for client, site in enumerate(federation.sites):
+        federation.server.take(site.work(request_of(federation, client), Mine())[0])
+    federation.server.close()
+    site = federation.sites[0]
+    site.lost_state = "anew"
+    update, mine = site.work(request_of(federation), Mine())
+    assert (mine.exchange, mine.pending_exchange) == (1, 2)
+    assert caplog.messages[0].startswith("client 0 starts anew: the server goes on from this client's exchange 1")
+    assert federation.server.take(update)
+
+
 def test_a_refused_client_does_not_advance(tmp_path: Path) -> None:
     federation = Federation("fedbn", tmp_path, quorum=0.5)
     kept = []
@@ -293,6 +306,33 @@ def test_without_a_quorum_a_diverged_client_ends_the_run(tmp_path: Path) -> None
         federation.server.take(replace(update, shared=nan) if client == 2 else update)
     with pytest.raises(DivergedError, match=r"diverged in round 1, client 2: '.*' is not finite"):
         federation.server.close()
+
+
+def test_without_a_quorum_every_client_must_answer(tmp_path: Path) -> None:
+    federation = Federation("fedavg", tmp_path)
+    federation.server.take(federation.sites[0].work(request_of(federation), Mine())[0])
+    with pytest.raises(QuorumError) as error:
+        federation.server.close()
+    assert str(error.value) == (
+        "round 1, client 1: it did not answer; ask it again, or give a quorum to go on without it"
+    )
+
+
+def test_a_stranger_stays_out_and_a_failure_ends_the_run(tmp_path: Path) -> None:
+    federation = Federation("fedavg", tmp_path)
+    desk = federation.desk.started()
+    with pytest.raises(WireError, match="'late' is not one of the 3 clients of this run; all have come"):
+        desk.handle(over_a_wire.Site.hello("late", tiny.residual_net(), 5))
+    for client, site in enumerate(federation.sites):
+        update, _ = site.work(request_of(federation, client), Mine())
+        nan = {key: value * torch.nan if value.is_floating_point() else value for key, value in update.shared.items()}
+        if client < 2:
+            desk.handle(update)
+        else:
+            with pytest.raises(DivergedError):
+                desk.handle(replace(update, shared=nan))
+    assert desk.over
+    assert isinstance(desk.failure, DivergedError)
 
 
 def test_clients_that_do_not_answer_count_as_refused(tmp_path: Path) -> None:

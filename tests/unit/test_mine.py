@@ -91,7 +91,7 @@ def test_a_state_that_is_lost_is_an_error_that_names_both_exchanges(asked: int, 
         mine.as_of(asked)
     assert str(refusal.value) == (
         f"the server goes on from this client's exchange {asked}, but its state is that of exchange 3; "
-        "bring back the state it had, or let it start anew"
+        "bring back the state it had, or let it start anew (lost_state='anew')"
     )
     assert refusal.value.exit_code == 2
 
@@ -101,7 +101,7 @@ def test_a_client_that_lost_all_says_so() -> None:
         Mine().as_of(7)
     assert str(refusal.value) == (
         "the server goes on from this client's exchange 7, but its state is that of exchange 0; "
-        "bring back the state it had, or let it start anew"
+        "bring back the state it had, or let it start anew (lost_state='anew')"
     )
 
 

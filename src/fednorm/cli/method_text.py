@@ -52,21 +52,33 @@ _WORK = {"local": "the configured steps or epochs", "epoch": "one pass over the 
 
 
 def _phase(phase: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "step", phase["step"]
-    looks = "" if phase["consumes_batches"] else ", of batches that are not used up"
-    yield "work", _WORK[phase["work"]] + looks + (", over all clients' data as one" if phase["union"] else "")
+    several = bool(phase["then"])
+    for number, each in enumerate([phase, *phase["then"]], 1):
+        yield from ((f"pass {number}, {name}" if several else name, text) for name, text in _pass(each))
+    looks = [] if phase["consumes_batches"] else ["of batches that are not used up"]
+    looks += ["over all clients' data as one"] * phase["union"]
+    yield "which data", ", ".join(looks)
     yield "in lock-step", f"the first {phase['lockstep']}" if phase["lockstep"] else ""
-    yield "losses", ", ".join(phase["losses"])
-    yield "gradients", ", then ".join(phase["grads"])
-    yield "numbers", _pairs(phase["numbers"])
-    yield "learning rates", ", ".join(phase["lr_factors"])
-    yield "held", ", ".join(phase["held"])
     yield "reports", _pairs(phase["measures"])
     yield "policies", _by_value(phase["policy"])
     yield "weights", _by_value(phase["weights"])
     yield "merges", _by_value(phase["merge"])
+    extras = (f"{name} ({x['policy']}, {x['merge']}, {x['weights']})" for name, x in phase["extras"].items())
+    yield "extras", ", ".join(extras)
     sent, received = size_text(phase["bytes_up"]), size_text(phase["bytes_down"])
     yield "cost of a client", f"exchanges {phase['exchanges']}, up {sent}, down {received}"
+
+
+def _pass(each: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "step", each["step"]
+    yield "work", _WORK[each["work"]]
+    yield "trains", "" if each["trains"] == "all" else f"the {each['trains']} alone"
+    yield "losses", ", ".join(each["losses"])
+    yield "gradients", ", then ".join(each["grads"])
+    yield "numbers", _pairs(each["numbers"])
+    yield "learning rates", ", ".join(each["lr_factors"])
+    yield "held", ", ".join(each["held"])
+    yield "at its end", ", then ".join(each["closings"])
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

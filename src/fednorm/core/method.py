@@ -156,6 +156,11 @@ class Phase:
         shown = (f"{name}={value!r}" for name, value in own.items() if value != getattr(plain, name))
         return f"Phase({', '.join(shown)})"
 
+    def map_rules(self, change: Callable[[Rule], Rule]) -> Phase:
+        """The same phase with the rule of every pass changed."""
+        then = tuple(replace(each, rule=change(each.rule)) for each in self.then)
+        return replace(self, rule=change(self.rule), then=then)
+
     def rules_of(self, entry: Entry) -> tuple[Merge, Weigh]:
         """How the server merges an entry, and how clients weigh in it."""
         if entry.extra:
@@ -279,4 +284,4 @@ class Method:
 
     def map_rules(self, change: Callable[[Rule], Rule]) -> Method:
         """The same method with every client rule changed."""
-        return self.map_phases(lambda phase: replace(phase, rule=change(phase.rule)))
+        return self.map_phases(lambda phase: phase.map_rules(change))

@@ -144,6 +144,11 @@ def _refuse_lockstep(method: Method, local: set[Kind]) -> None:
             f"'{method.name}' cannot work: clients in lock-step exchange the statistics of their batches, which they "
             "are to keep local; leave one of the two parts out"
         )
+    if any(phase.then for phase in together):
+        raise ConfigError(
+            f"'{method.name}' cannot work: clients in lock-step take the steps of one pass together, and here their "
+            "work has several; leave one of the two parts out"
+        )
     if any(not phase.consumes_batches for phase in together):
         raise ConfigError(
             f"'{method.name}' cannot work: clients in lock-step exchange gradients of statistics, and in an exchange "

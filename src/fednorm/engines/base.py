@@ -15,10 +15,11 @@ from fednorm.core.state import Tree
 from fednorm.core.step import Carry, Seen, Step
 from fednorm.engines.ranks import Alone
 from fednorm.errors import ConfigError, FednormError
+from fednorm.halves.exchange import Exchange, Held, Holder
 from fednorm.halves.merging import Stacks, flaws, not_finite
 from fednorm.halves.mine import ClientState
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
-from fednorm.halves.server import Exchange, Held, Holder, Server
+from fednorm.halves.server import Server
 from fednorm.halves.site import Sites, state_after
 from fednorm.halves.training import Job, Outcome
 

@@ -75,9 +75,9 @@ class Hello:
 
     name: str
     num_examples: int
-    """that it trains on, without those set aside for validation"""
+    """training examples it has, those it will set aside for validation included"""
     schema: str
-    """digest of its schema, as in `Terms`"""
+    """digest of its model's entries, before any surgery"""
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     """of fednorm, torch and Python"""
     protocol: int = PROTOCOL
@@ -153,6 +153,12 @@ class Scores:
     address: Address
     sums: Mapping[str, Mapping[str, Any]]
     """protocol (`own_client`, `validation`) to the task's sums, float64 tensors by name"""
+
+    def as_lists(self) -> dict[str, dict[str, Any]]:
+        """The sums as JSON has them."""
+        return {
+            protocol: {name: value.tolist() for name, value in sums.items()} for protocol, sums in self.sums.items()
+        }
 
 
 Message = Hello | Welcome | Refusal | Request | Update | Scores

@@ -40,7 +40,7 @@ class Mine:
             return Mine(accepted=self.pending, exchange=exchange)
         raise StateError(
             f"the server goes on from this client's exchange {exchange}, but its state is that of exchange "
-            f"{self.exchange}; bring back the state it had, or let it start anew"
+            f"{self.exchange}; bring back the state it had, or let it start anew (lost_state='anew')"
         )
 
     def answered(self, exchange: int, state: ClientState) -> Mine:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from fednorm.core import rng
 from fednorm.core.method import Progress
@@ -20,8 +17,9 @@ from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
 from fednorm.data.batches import UNION
-from fednorm.errors import ConfigError, DivergedError, QuorumError, WireError
+from fednorm.errors import ConfigError, QuorumError, WireError
 from fednorm.halves.agreed import Agreed
+from fednorm.halves.exchange import Exchange, Held, Holder, diverged
 from fednorm.halves.merging import Stacks, flaws, merge_updates
 from fednorm.halves.messages import Address, Request, Scores, Terms, Update
 from fednorm.halves.prepared_phase import PreparedPhase
@@ -29,48 +27,6 @@ from fednorm.halves.wire import check_answer, check_update
 
 log = logging.getLogger("fednorm.server")
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What the server asks for now: one phase, of these clients."""
-
-    number: int
-    attempt: int
-    round: int
-    phase: PreparedPhase
-    cohort: Sequence[int]
-    numbers: Mapping[str, float]
-
-    @property
-    def purpose(self) -> Purpose:
-        return self.phase.id.purpose
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what clients keep changes; a test leaves it alone."""
-        return self.purpose in (Purpose.TRAIN, Purpose.FINISH)
-
-
-class Holder(Protocol):
-    """Where the server's tree and what merges remember lie: in memory, or where an engine has them at hand."""
-
-    @property
-    def tree(self) -> Tree: ...
-    @tree.setter
-    def tree(self, tree: Tree, /) -> None: ...
-    @property
-    def memory(self) -> Tree: ...
-    @memory.setter
-    def memory(self, tree: Tree, /) -> None: ...
-
-
-@dataclass
-class Held:
-    """Both in memory."""
-
-    tree: Tree
-    memory: Tree = field(default_factory=dict[str, Tensor])
 
 
 class Server:
@@ -314,8 +270,13 @@ class Server:
     def close(self) -> None:
         """Merge what was taken and go on; clients that did not answer count as refused."""
         exchange = self._opened()
+        if self.missing and self.quorum is None:
+            raise QuorumError(
+                f"round {exchange.round}, client {self.missing[0]}: it did not answer; ask it again, or give a quorum "
+                "to go on without it"
+            )
         if exchange.purpose is Purpose.SCORE:
-            self.row["scored"] = sorted(self.scores)
+            self.row["sums"] = {client: self.scores[client].as_lists() for client in sorted(self.scores)}
             self.note_scores()
             return
         updates = [self._taken[client] for client in sorted(self._taken)]
@@ -387,8 +348,3 @@ _REPORTED = "reported "
 
 def _copy(tree: Tree) -> Tree:
     return {key: value.clone() for key, value in tree.items()}
-
-
-def diverged(where: str) -> DivergedError:
-    """The error of a run whose numbers are numbers no longer."""
-    return DivergedError(f"diverged in {where}; lower train.lr, or set engine.quorum to go on without the client")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from fednorm.core.step import Probe, StepSpec
 from fednorm.core.task import Task
 from fednorm.data.batches import Batches
 from fednorm.data.pool import Pool, own_pool
-from fednorm.errors import ConfigError, WireError
+from fednorm.errors import ConfigError, StateError, WireError
 from fednorm.halves.agreed import Agreed
 from fednorm.halves.messages import Hello, Request, Scores, Terms, Update
 from fednorm.halves.mine import ClientState, Mine
@@ -27,6 +28,8 @@ from fednorm.halves.terms import agree, model_digest, refuse_other_terms
 from fednorm.halves.training import Job, Trainer
 from fednorm.halves.wire import check_request
 from fednorm.scoring.scores import Examples, Scorer
+
+log = logging.getLogger("fednorm.site")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,7 @@ class Site:
         std: tuple[float, ...] = (),
         device: torch.device | str = "cpu",
         allow_noop: bool = False,
+        lost_state: Literal[refuse, anew] = "refuse",
     ) -> None:
         where = torch.device(device)
         agreed = agree(model, terms.method, terms.work, weights=terms.weights, device=where, allow_noop=allow_noop)
@@ -123,6 +127,7 @@ class Site:
         x, y = (part.to(where) for part in train)
         self.terms = terms
         self.client = client
+        self.lost_state = lost_state
         self.sites = Sites(
             prepared=agreed.prepared,
             work=agreed.work,
@@ -144,7 +149,7 @@ class Site:
     def answer(self, request: Request, mine: Mine) -> tuple[Update | Scores, Mine]:
         """Do what a request asks for, work or a test: what goes to the server, and what this client keeps."""
         if request.purpose is Purpose.SCORE:
-            return self.score(request, mine), mine.as_of(request.accepted)
+            return self.score(request, mine), self.settled(request, mine)
         return self.work(request, mine)
 
     def work(self, request: Request, mine: Mine) -> tuple[Update, Mine]:
@@ -155,7 +160,7 @@ class Site:
         phase = self._checked(request)
         if request.purpose is Purpose.SCORE:
             raise self._refused(request, "it asks for a test, not for work")
-        mine = mine.as_of(request.accepted)
+        mine = self.settled(request, mine)
         before = mine.accepted
         start = phase.start(request.tree, before.tree, self.sites.device)
         job = self.sites.job(phase, self.client, start, before.steps)
@@ -173,7 +178,7 @@ class Site:
         phase = self._checked(request)
         if request.purpose is not Purpose.SCORE:
             raise self._refused(request, "it asks for work, not for a test")
-        own = mine.as_of(request.accepted).accepted.tree
+        own = self.settled(request, mine).accepted.tree
         state = phase.start(request.tree, own, self.sites.device)
         pool = self.sites.batches.pool
         held = self.sites.batches.split(self.client)[1]
@@ -183,6 +188,19 @@ class Site:
         if len(held):
             sums["validation"] = self.sites.scorer.rows(state, (pool.x, pool.y), held)
         return Scores(client=self.client, address=request.address, sums=sums)
+
+    def settled(self, request: Request, mine: Mine) -> Mine:
+        """What this client keeps as of the exchange that a request goes on from.
+
+        A client whose state was lost is refused, or with `lost_state="anew"` goes on as one that has just come.
+        """
+        try:
+            return mine.as_of(request.accepted)
+        except StateError as lost:
+            if self.lost_state == "refuse":
+                raise
+            log.warning("client %d starts anew: %s", self.client, lost)
+            return Mine(exchange=request.accepted)
 
     def own_model(self, server: Tree, mine: Mine, stage: int = -1) -> Tree:
         """The state of this client's model: the server's entries and its own."""

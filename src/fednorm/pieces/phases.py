@@ -22,19 +22,21 @@ def with_policy(phase: Phase, policies: Mapping[Kind, Policy]) -> Phase:
 
 def with_loss(phase: Phase, penalty: Penalty, numbers: Mapping[str, float]) -> Phase:
     """The local loss has one more penalty, which finds its numbers under their names."""
-    rule = replace(phase.rule, losses=(*phase.rule.losses, penalty), numbers={**phase.rule.numbers, **numbers})
-    return replace(phase, rule=rule)
+    return phase.map_rules(
+        lambda rule: replace(rule, losses=(*rule.losses, penalty), numbers={**rule.numbers, **numbers})
+    )
 
 
 def with_transform(phase: Phase, transform: Transform, numbers: Mapping[str, float]) -> Phase:
     """The gradients go through one more transform, which finds its numbers under their names."""
-    rule = replace(phase.rule, grads=(*phase.rule.grads, transform), numbers={**phase.rule.numbers, **numbers})
-    return replace(phase, rule=rule)
+    return phase.map_rules(
+        lambda rule: replace(rule, grads=(*rule.grads, transform), numbers={**rule.numbers, **numbers})
+    )
 
 
 def with_lr_factors(phase: Phase, factors: Scale) -> Phase:
     """Some tensors train at a multiple of the learning rate."""
-    return replace(phase, rule=replace(phase.rule, lr_factors=(*phase.rule.lr_factors, factors)))
+    return phase.map_rules(lambda rule: replace(rule, lr_factors=(*rule.lr_factors, factors)))
 
 
 def with_weights(phase: Phase, weigh: Weigh, *kinds: Kind) -> Phase:
@@ -49,4 +51,4 @@ def with_merge(phase: Phase, merge: Merge, *kinds: Kind) -> Phase:
 
 def hold(phase: Phase, *kinds: Kind) -> Phase:
     """Local training leaves these kinds of batch-norm state as they are (`Rule.hold`)."""
-    return replace(phase, rule=replace(phase.rule, hold=phase.rule.hold | set(kinds)))
+    return phase.map_rules(lambda rule: replace(rule, hold=rule.hold | set(kinds)))

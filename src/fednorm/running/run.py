@@ -12,8 +12,9 @@ from fednorm.engines.base import Awaited, Engine, Order, Played
 from fednorm.engines.choose import make_engine
 from fednorm.engines.ranks import Alone
 from fednorm.errors import ConfigError, FednormError
+from fednorm.halves.exchange import diverged
 from fednorm.halves.prepared_phase import PreparedPhase
-from fednorm.halves.server import Server, diverged
+from fednorm.halves.server import Server
 from fednorm.running.config import differences, to_dict
 from fednorm.running.evaluate import Scores, evaluate
 from fednorm.running.in_step import play_in_step

@@ -10,7 +10,7 @@ from torch import nn
 
 from fednorm import models
 from fednorm.core.expression import parse_term
-from fednorm.core.method import Method, Part, Phase
+from fednorm.core.method import Method, Part, Pass, Phase
 from fednorm.core.optim import MOMENTUM_SGD
 from fednorm.core.state import Kind, Policy
 from fednorm.halves.cost import exchange_cost
@@ -73,10 +73,12 @@ def _pieces(method: Method) -> list[Any]:
     """All that a method is made of, in the order in which it is told."""
     found: list[Any] = [surgery for _, surgery in method.surgery]
     found += [method.switch] * (len(method.stages) > 1)
-    for phase in (*method.phases, *method.finish, *([method.query] if method.query else [])):
-        rule = phase.rule
-        found += [phase.step, *rule.losses, *rule.grads, *rule.lr_factors, *phase.measures.values()]
-        found += [*phase.weigh.values(), *phase.merge.values()]
+    for phase in method.all_phases.values():
+        for each in phase.passes:
+            rule = each.rule
+            found += [each.step, *rule.losses, *rule.grads, *rule.lr_factors, *rule.closings]
+        found += [*phase.measures.values(), *phase.weigh.values(), *phase.merge.values()]
+        found += [piece for extra in phase.extras.values() for piece in (extra.weigh, extra.merge)]
     return [*found, method.newcomer]
 
 
@@ -125,22 +127,25 @@ def _exchanges(prepared: Prepared, phases: Sequence[Phase], fedavg_bytes: int) -
 
 
 def _phase(prepared: Prepared, phase: Phase) -> dict[str, Any]:
-    schema, rule = prepared.schema(phase, MOMENTUM_SGD), phase.rule
+    schema = prepared.schema(phase, MOMENTUM_SGD)
     spent = cost(prepared, phase, MOMENTUM_SGD)
     policy = {kind.value: _policy_of(kind, schema) for kind in Kind}
     merged = [kind for kind in Kind if policy[kind] == Policy.SHARED] if spent.exchanges else []
     return {
         "name": phase.name,
-        "step": describe_piece(phase.step),
-        "work": phase.work,
+        **_pass(phase.passes[0]),
+        "then": [_pass(each) for each in phase.then],
         "union": phase.union,
         "consumes_batches": phase.consumes_batches,
         "lockstep": phase.lockstep,
-        "losses": [describe_piece(penalty) for penalty in rule.losses],
-        "grads": [describe_piece(transform) for transform in rule.grads],
-        "numbers": dict(rule.numbers),
-        "lr_factors": [describe_piece(factors) for factors in rule.lr_factors],
-        "held": sorted(kind.value for kind in rule.hold),
+        "extras": {
+            name: {
+                "policy": extra.policy.value,
+                "weights": describe_piece(extra.weigh),
+                "merge": describe_piece(extra.merge),
+            }
+            for name, extra in phase.extras.items()
+        },
         "measures": {name: describe_piece(measure) for name, measure in phase.measures.items()},
         "policy": policy,
         "weights": _by_kind(merged, phase.weigh),
@@ -151,10 +156,29 @@ def _phase(prepared: Prepared, phase: Phase) -> dict[str, Any]:
     }
 
 
+def _pass(each: Pass) -> dict[str, Any]:
+    """One pass of a client's work."""
+    rule = each.rule
+    return {
+        "step": describe_piece(each.step),
+        "work": each.work,
+        "trains": rule.trains,
+        "losses": [describe_piece(penalty) for penalty in rule.losses],
+        "grads": [describe_piece(transform) for transform in rule.grads],
+        "numbers": dict(rule.numbers),
+        "lr_factors": [describe_piece(factors) for factors in rule.lr_factors],
+        "held": sorted(kind.value for kind in rule.hold),
+        "closings": [describe_piece(closing) for closing in rule.closings],
+    }
+
+
 def _policy_of(kind: Kind, schema: Schema) -> str:
     """The policy of a kind's entries; one that a phase treats in two ways reads `shared and local`."""
     return (
-        " and ".join(dict.fromkeys(policy.value for entry, policy in schema.values() if entry.kind is kind)) or ABSENT
+        " and ".join(
+            dict.fromkeys(policy.value for entry, policy in schema.values() if entry.kind is kind and not entry.extra)
+        )
+        or ABSENT
     )
 
 

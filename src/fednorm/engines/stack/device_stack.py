@@ -23,8 +23,8 @@ from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.phase_program import FINE, LOSSES, NOT_FINITE, LogCopy, PhaseProgram, named, unnamed
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
 from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix
+from fednorm.halves.exchange import Exchange
 from fednorm.halves.prepared_phase import PreparedPhase
-from fednorm.halves.server import Exchange
 from fednorm.halves.site import Sites
 
 AnyProgram = TypeVar("AnyProgram", bound=PhaseProgram)

@@ -34,8 +34,8 @@ from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device
 from fednorm.errors import FednormError, first_line
+from fednorm.halves.exchange import Held, Holder
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
-from fednorm.halves.server import Held, Holder
 from fednorm.halves.site import Sites
 from fednorm.halves.training import Job, Outcome, next_pass, outcome
 from fednorm.layers.cohort import set_lockstep

@@ -1,0 +1,61 @@
+"""What a server asks for at a time, and where its state lies meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from fednorm.core.phases import Purpose
+from fednorm.core.state import Tree
+from fednorm.errors import DivergedError
+from fednorm.halves.prepared_phase import PreparedPhase
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the server asks for now: one phase, of these clients."""
+
+    number: int
+    attempt: int
+    round: int
+    phase: PreparedPhase
+    cohort: Sequence[int]
+    numbers: Mapping[str, float]
+
+    @property
+    def purpose(self) -> Purpose:
+        return self.phase.id.purpose
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what clients keep changes; a test leaves it alone."""
+        return self.purpose in (Purpose.TRAIN, Purpose.FINISH)
+
+
+class Holder(Protocol):
+    """Where the server's tree and what merges remember lie: in memory, or where an engine has them at hand."""
+
+    @property
+    def tree(self) -> Tree: ...
+    @tree.setter
+    def tree(self, tree: Tree, /) -> None: ...
+    @property
+    def memory(self) -> Tree: ...
+    @memory.setter
+    def memory(self, tree: Tree, /) -> None: ...
+
+
+@dataclass
+class Held:
+    """Both in memory."""
+
+    tree: Tree
+    memory: Tree = field(default_factory=dict[str, Tensor])
+
+
+def diverged(where: str) -> DivergedError:
+    """The error of a run whose numbers are numbers no longer."""
+    return DivergedError(f"diverged in {where}; lower train.lr, or set engine.quorum to go on without the client")
