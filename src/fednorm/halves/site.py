@@ -119,7 +119,7 @@ class Site:
         std: tuple[float, ...] = (),
         device: torch.device | str = "cpu",
         allow_noop: bool = False,
-        lost_state: Literal[refuse, anew] = "refuse",
+        lost_state: Literal["refuse", "anew"] = "refuse",
     ) -> None:
         where = torch.device(device)
         agreed = agree(model, terms.method, terms.work, weights=terms.weights, device=where, allow_noop=allow_noop)
