@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import tiny
 from fednorm.core.state import Tree
@@ -12,7 +13,7 @@ from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.ragged import RaggedProgram
 from fednorm.engines.stack.slot import StackSlot
-from fednorm.errors import ConfigError
+from fednorm.errors import ConfigError, DivergedError
 from fednorm.methods import known_methods
 from fednorm.running.run import Run
 from fednorm.running.store import Store
@@ -174,3 +175,15 @@ def test_rounds_of_ever_new_shapes_make_no_programs_for_ever() -> None:
     stayed = on_device("fedavg", **changes)
     assert 1 <= len(stack_of(stayed)._programs) <= 2
     assert gap(reference, stayed) < 1e-10
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_a_negative_variance_is_refused_on_the_device_too(engine: str) -> None:
+    """A momentum above 1 lets the running variance of quiet features overshoot below zero."""
+    model = tiny.conv_net(nn.BatchNorm2d(4, momentum=5.0))
+    run = Run(
+        tiny.plan(model=model, engine__name=engine, data=tiny.federation((8, 8, 8)), rounds=3, train__lr=0.001), Store()
+    )
+    assert isinstance(run.server.held, StackSlot) == (engine == "stacked")
+    with pytest.raises(DivergedError, match="negative"):
+        list(run.rounds())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +15,9 @@ import torch
 
 import over_a_wire
 import tiny
+from fednorm.core.method import Part
 from fednorm.core.phases import Purpose
+from fednorm.core.registry import register
 from fednorm.core.state import Policy, digest
 from fednorm.errors import ConfigError, DivergedError, QuorumError, StateError, WireError
 from fednorm.halves import wire
@@ -21,6 +25,7 @@ from fednorm.halves.messages import Address, Request, Update
 from fednorm.halves.mine import Mine
 from fednorm.halves.reception import Reception
 from fednorm.methods import known_methods, parse
+from fednorm.pieces.changes import keep
 from fednorm.running.plan import Plan
 from over_a_wire import Killed, fingerprint_of, play
 
@@ -385,3 +390,59 @@ def test_sums_of_sites_add_up_to_the_simulators_scores(tmp_path: Path) -> None:
     scores = {client: task.summary(each.sums["own_client"])["accuracy"] for client, each in server.scores.items()}
     row = list(tiny.play(plan).store.rows())[-1]
     assert scores == {int(client): value for client, value in row["eval"]["own_client"]["per_client"].items()}  # type: ignore[typeddict-item]
+
+
+# -- reported entries --
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method whose statistics are seen by the server for each client, and never averaged."""
+    home = sys.modules["fednorm.core.registry"]
+    monkeypatch.setattr(home, "_REGISTRY", dict(vars(home)["_REGISTRY"]))
+    change = keep(statistic="reported", counter="local")
+    register("told", paper="a test", summary="reported statistics")(lambda: Part(change))
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("per_round", [4, 2])
+def test_the_server_keeps_what_each_client_reports(per_round: int, tmp_path: Path) -> None:
+    plan = made("told", per_round)
+    played = play(plan, tiny.residual_net(), tmp_path)
+    assert played.fingerprint == fingerprint_of(tiny.play(plan))
+    server = played.desk.server
+    assert server is not None
+    phase = plan.phases[0]
+    assert phase.reported
+    assert not set(phase.reported) & set(phase.shared)
+    for client in range(4):
+        kept = wire.load_mine(tmp_path / f"client-{client:03}").accepted.tree
+        assert digest(server.reported[client]) == digest({key: kept[key] for key in phase.reported})
+    marks = {digest(tree) for tree in server.reported.values()}
+    assert len(marks) == 4
+    initial = {key: plan.prepared.initial[key] for key in phase.reported}
+    assert digest({key: server.tree[key] for key in phase.reported}) == digest(initial)
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(("value", "why"), [(torch.nan, "is not finite"), (-1.0, "is negative")])
+def test_reported_entries_are_checked(value: float, why: str, tmp_path: Path) -> None:
+    federation = Federation("told", tmp_path)
+    for client, site in enumerate(federation.sites):
+        update, _ = site.work(request_of(federation, client), Mine())
+        key = next(key for key in update.reported if key.endswith("running_var"))
+        bad = {**update.reported, key: torch.full_like(update.reported[key], value)}
+        federation.server.take(replace(update, reported=bad) if client == 1 else update)
+    with pytest.raises(DivergedError, match=rf"client 1: '{re.escape(key)}' {why}"):
+        federation.server.close()
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("engine", ["workers", "stacked"])
+def test_reported_entries_in_every_engine(engine: str) -> None:
+    one, other = (tiny.play(made("told", 2, engine__name=name, engine__workers=2)) for name in ("sequential", engine))
+    for client in one.store.seen():
+        left, right = one.store.get(client).tree, other.store.get(client).tree
+        assert left.keys() == right.keys() >= set(one.plan.phases[0].reported)
+        assert all(torch.allclose(left[key].double(), right[key].double(), atol=1e-10) for key in left)
+    other.close()
