@@ -263,6 +263,10 @@ class Method:
         filled = {kind: policy for kind, policy in self.query.policy.items() if policy is Policy.SHARED}
         return replace(phase, policy={**phase.policy, **filled})
 
+    def sees_union(self, phase: Phase) -> bool:
+        """Whether everybody's data is one client's in a phase."""
+        return phase.union or self.data == "union"
+
     @property
     def needs(self) -> frozenset[str]:
         """What must be offered: `client_state` that outlives a round, a cohort that steps in `lockstep`, the `union`
@@ -274,7 +278,7 @@ class Method:
         needs = {
             "client_state": local and self.data == "each",
             "lockstep": any(phase.lockstep for phase in phases),
-            "union": self.data == "union" or any(phase.union for phase in phases),
+            "union": any(self.sees_union(phase) for phase in phases),
         }
         return frozenset(need for need, needed in needs.items() if needed)
 

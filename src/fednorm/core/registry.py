@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from fednorm.core.claims import MERGE_STATISTICS, MERGE_TRAINED, PROXIMAL_TERM, WEIGHTS
 from fednorm.core.expression import NAME, Term, parse_terms
 from fednorm.core.method import Method, Part
+from fednorm.core.phases import Purpose
 from fednorm.core.state import Kind, Policy
 from fednorm.errors import ConfigError, unknown
 
@@ -107,7 +108,7 @@ def refuse_contradictions(method: Method) -> None:
         )
     _refuse_what_cannot_merge(method)
     _refuse_lockstep(method, local)
-    for phase in (*method.finish, *([method.query] if method.query else [])):
+    for phase in (phase for id, phase in method.all_phases.items() if id.purpose is not Purpose.TRAIN):
         for kind in sorted(local & {kind for kind, policy in phase.policy.items() if policy is Policy.SHARED}):
             raise ConfigError(
                 f"'{method.name}' cannot work: its last exchange would average the {kind} that clients keep local; "

@@ -184,8 +184,7 @@ def _with_own_model(sites: Sites) -> Sites:
 def jobs_to_time(sites: Sites, clients: int, steps: int) -> tuple[PreparedPhase, list[Job]]:
     """The last phase of a round, and work in it for some clients that take at most this many steps of each pass."""
     phase = sites.phase(PhaseId(Purpose.TRAIN, 0, len(sites.method.stages[0]) - 1))
-    union = phase.phase.union or sites.method.data == "union"
-    chosen = (UNION,) if union else sites.batches.pool.clients[:clients]
+    chosen = (UNION,) if sites.method.sees_union(phase.phase) else sites.batches.pool.clients[:clients]
     start = phase.start(sites.initial(), {}, sites.device)
     counts = {client: tuple(min(steps, own) for own in sites.steps(client, phase)) for client in chosen}
     return phase, [Job(client, start, 0, counts[client]) for client in chosen]

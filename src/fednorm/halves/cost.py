@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fednorm.core.method import Phase
+from fednorm.core.method import Method, Phase
 from fednorm.core.state import Kind
 from fednorm.halves.schema import DOWN, UP, Schema, keys_with
 
@@ -17,9 +17,9 @@ class Cost(NamedTuple):
     down: int = 0
 
 
-def exchange_cost(phase: Phase, schema: Schema) -> Cost:
+def exchange_cost(method: Method, phase: Phase, schema: Schema) -> Cost:
     """The cost of a phase whose entries have these policies; nothing where the phase sees everybody's data as one."""
-    if phase.union:
+    if method.sees_union(phase):
         return Cost()
     up, down = (sum(schema[key][0].bytes for key in keys_with(schema, *policies)) for policies in (UP, DOWN))
     together = _lockstep_cost(phase, schema)

@@ -132,7 +132,7 @@ def prepare_phase(prepared: Prepared, id: PhaseId, optimizer: Optimizer | None) 
     phase = prepared.method.phase_at(id)
     schema = prepared.schema(phase, optimizer)
     passes = tuple(_prepare_pass(prepared, each, schema) for each in phase.passes)
-    cost = Cost() if prepared.method.data == "union" else exchange_cost(phase, schema)
+    cost = exchange_cost(prepared.method, phase, schema)
     return PreparedPhase(id, phase, schema, passes, prepared.initial, cost)
 
 

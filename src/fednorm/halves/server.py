@@ -92,7 +92,7 @@ class Server:
             if self._decided < number:
                 self._begin_round(number)
             id = self._exchanges(number)[self._step]
-            if id.purpose is Purpose.QUERY and self._aside is None:
+            if id.purpose is Purpose.QUERY and number < self.agreed.work.rounds and self._aside is None:
                 self._aside = _copy(self.held.tree), _copy(self.held.memory)
             if id.purpose is Purpose.SCORE:
                 self.scores = {}
@@ -128,7 +128,7 @@ class Server:
 
     def cohort(self, round: int, phase: PreparedPhase) -> Sequence[int]:
         """Who takes part in a phase, ascending: a keyed draw for training, else everybody, or the union as one."""
-        if phase.phase.union or self.agreed.method.data == "union":
+        if self.agreed.method.sees_union(phase.phase):
             return [UNION]
         if phase.id.purpose is not Purpose.TRAIN or self.per_round == len(self.clients):
             return list(self.clients)
@@ -183,7 +183,7 @@ class Server:
 
     def note_scores(self) -> None:
         """Go on after a test; statistics of a query give way again, except after the last round."""
-        if self._aside is not None and self._opened().round < self.agreed.work.rounds:
+        if self._aside is not None:
             self.held.tree, self.held.memory = self._aside
         self._aside = None
         self._go_on()

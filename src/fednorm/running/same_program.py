@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednorm.core.method import Method, Phase
+from fednorm.core.method import Method, Phase, Rule
+from fednorm.core.phases import PhaseId
 from fednorm.data.federation import Federation
 from fednorm.engines.base import Engine
 from fednorm.engines.choose import make_engine
@@ -77,18 +78,13 @@ def same_phases(a: Method, b: Method) -> bool:
     return a.data == b.data and _exchanges(a) == _exchanges(b)
 
 
-def _exchanges(method: Method) -> list[tuple[Phase, ...]]:
-    """The phases of every stage, of the finish and of the query, without their numbers."""
+def _exchanges(method: Method) -> dict[PhaseId, Phase]:
+    """Every exchange of a method, without the numbers of its rules."""
 
-    def without_numbers(phase: Phase) -> Phase:
-        plain = replace(phase.rule, numbers=dict.fromkeys(phase.rule.numbers, 0.0))
-        then = tuple(
-            replace(each, rule=replace(each.rule, numbers=dict.fromkeys(each.rule.numbers, 0.0))) for each in phase.then
-        )
-        return replace(phase, rule=plain, then=then)
+    def without_numbers(rule: Rule) -> Rule:
+        return replace(rule, numbers=dict.fromkeys(rule.numbers, 0.0))
 
-    query = (method.query,) if method.query else ()
-    return [tuple(map(without_numbers, phases)) for phases in (*method.stages, method.finish, query)]
+    return {id: phase.map_rules(without_numbers) for id, phase in method.all_phases.items()}
 
 
 def _same_examples(a: Federation, b: Federation) -> bool:

@@ -96,7 +96,7 @@ def _fedavg_bytes(model: str) -> int:
 def fedavg_bytes(model: nn.Module) -> int:
     """What a client sends where everything is shared: the default method is plain averaging."""
     plain = Method()
-    return exchange_cost(plain.phases[0], prepare(model, plain).schema(plain.phases[0])).up
+    return exchange_cost(plain, plain.phases[0], prepare(model, plain).schema(plain.phases[0])).up
 
 
 def _part(part: Part) -> dict[str, Any]:

@@ -61,10 +61,8 @@ def exchanges(prepared: Prepared, optimizer: Optimizer | None = None) -> list[di
 
 
 def cost(prepared: Prepared, phase: Phase, optimizer: Optimizer | None = None) -> Cost:
-    """What a phase of a prepared method costs one client; nothing where no client has data of its own."""
-    if prepared.method.data == "union":
-        return Cost()
-    return exchange_cost(phase, prepared.schema(phase, optimizer))
+    """What a phase of a prepared method costs one client."""
+    return exchange_cost(prepared.method, phase, prepared.schema(phase, optimizer))
 
 
 def in_time(policies: Iterable[Policy]) -> str:
