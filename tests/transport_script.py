@@ -33,6 +33,7 @@ def load_example() -> Any:
 
 
 example = load_example()
+settle = example.settle
 
 
 class Processes:
@@ -71,7 +72,11 @@ class Processes:
 
 
 def settings(method: str, per_round: int, rounds: int = 6) -> argparse.Namespace:
-    return argparse.Namespace(method=method, clients=4, per_round=per_round, rounds=rounds)
+    """The flags of a run; data and model are made once, before the processes part, which saves most of the time."""
+    args = argparse.Namespace(method=method, clients=4, per_round=per_round, rounds=rounds)
+    made = settle(args)
+    example.settle = lambda _: made
+    return args
 
 
 def play(method: str, per_round: int) -> None:
