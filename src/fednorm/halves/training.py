@@ -119,7 +119,7 @@ class Trainer:
             if number:
                 for client in cohort:
                     client.passed = number
-                    client.carry = next_pass(each, client.carry, client.job)
+                    client.carry = next_pass(each, client.carry, client.job.start)
             with training_mode(self.sites.prepared.model, each.rule.hold):
                 self._steps(phase, step, numbers, cohort)
         return [self._outcome(phase, numbers, client) for client in cohort]
@@ -159,9 +159,9 @@ class Trainer:
         return outcome(self.sites, phase, numbers, client.job, end, losses, client.probed)
 
 
-def next_pass(each: PreparedPass, carry: Carry, job: Job) -> Carry:
+def next_pass(each: PreparedPass, carry: Carry, start: Tree) -> Carry:
     """A client, or a stack of clients, at the start of its next pass: other entries may be trained now."""
-    return each.carry(carry.tree, {key: job.start[key] for key, part in each.parts.items() if part == "params"})
+    return each.carry(carry.tree, {key: start[key] for key, part in each.parts.items() if part == "params"})
 
 
 def outcome(

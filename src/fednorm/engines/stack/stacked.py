@@ -75,16 +75,10 @@ class StackedEngine:
         return slot
 
     def train(
-        self,
-        phase: PreparedPhase,
-        numbers: Mapping[str, float],
-        jobs: Sequence[Job],
-        probing: bool = False,
-        sites: Sites | None = None,
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
     ) -> Iterator[Outcome]:
-        """The outcomes of clients' work; `sites` says of which run, where there are several."""
-        trainer = self._trainers[id(sites)] if sites else next(iter(self._trainers.values()))
-        return trainer.train(phase, numbers, jobs, probing)
+        """The outcomes of work of the first run's clients, which is all there are where an engine is tried."""
+        return next(iter(self._trainers.values())).train(phase, numbers, jobs, probing)
 
     def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
         played: dict[int, Played | FednormError] = {}
@@ -164,13 +158,13 @@ class StackTrainer:
     def _train_stack(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
     ) -> list[Outcome]:
-        carry = phase.passes[0].carry(stack_trees([job.start for job in jobs]))
-        starts = Job(-1, stack_trees([job.start for job in jobs]), 0, ()) if len(phase.passes) > 1 else None
+        start = stack_trees([job.start for job in jobs])
+        carry = phase.passes[0].carry(start)
         losses: list[list[Tensor]] = [[] for _ in jobs]
         probed: list[Tree] = [{} for _ in jobs]
         for number, each in enumerate(phase.passes):
-            if number and starts:
-                carry = next_pass(each, carry, starts)
+            if number:
+                carry = next_pass(each, carry, start)
             carry = self._pass(phase, each, number, carry, numbers, jobs, probing, losses, probed)
         states = carry.tree
         return [
