@@ -53,10 +53,10 @@ def serve(args, folder):
 def take_part(args, folder, number):
     (plan, model), site, kept = settle(args), None, folder / f"client-{number:03}"
     data, rows = plan.federation, plan.federation.clients[number]
-    mine = wire.load_mine(kept)
+    mine, hello = wire.load_mine(kept), Site.hello(kept.name, model, len(rows))
     while not (folder / "result").exists():
         with suppress(FednormError, OSError):  # the server may be away; it will be back
-            welcome, request = ask(folder, Site.hello(kept.name, model, len(rows)), answers=2)
+            welcome, request = ask(folder, hello, answers=2)
             if not isinstance(request, wire.Refusal):
                 own = {"train": (data.x[rows], data.y[rows]), "mean": data.mean, "std": data.std}
                 site = site or Site(welcome.terms, welcome.client, model, task=plan.task, **own)

@@ -9,15 +9,12 @@ clear margin, which many clients of a tiny model make possible. A run that goes 
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Sequence
 
 from fednorm.core.phases import PhaseId, Purpose
 from fednorm.data.batches import UNION
@@ -28,7 +25,7 @@ from fednorm.engines.workers import WorkersEngine, count_processes
 from fednorm.errors import unknown
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.site import Sites
-from fednorm.halves.training import Job, Outcome
+from fednorm.halves.training import Job
 
 MIN_STEPS = 50
 """Runs of fewer steps are played as they come; two steps to look would be a good part of them."""
@@ -85,14 +82,14 @@ def _choose(runs: Sequence[Sites], settings: Settings, cohort: int, stays: bool)
     # A process of a larger undertaking is not alone on its cores: nothing it measures would last.
     if sites.device.type != "cpu" or sites.method.data == "union" or multiprocessing.parent_process() is not None:
         return "sequential", sequential
-    steps = _steps_per_round(sites, cohort)
+    steps = steps_per_round(sites, sites.batches.pool.clients[:cohort])
     total = steps * sites.work.rounds
-    trial = _with_own_model(sites)
+    trial = sites.with_own_model()
     reference = SequentialEngine(trial)
     # The first step also pays for what torch sets up once: an upper bound, and enough for a short run.
-    if total < MIN_STEPS or any(total * _seconds(trial, reference, 1, 1) < MIN_SECONDS for _ in range(2)):
+    if total < MIN_STEPS or any(total * seconds_of_step(trial, reference, 1, 1) < MIN_SECONDS for _ in range(2)):
         return "sequential", sequential
-    candidates: dict[str, Trains] = {"sequential": reference}
+    candidates: dict[str, Engine] = {"sequential": reference}
     processes = count_processes(settings.workers, cohort)
     # One thread was given, or there is one core: the others are not ours to take.
     workers = WorkersEngine(sites, processes) if settings.threads != 1 and processes > 1 else None
@@ -109,32 +106,22 @@ def _choose(runs: Sequence[Sites], settings: Settings, cohort: int, stays: bool)
     return name, workers if workers and name == "workers" else _made(name, runs, settings, cohort, stays)
 
 
-class Trains(Protocol):
-    """What is needed of an engine to time it."""
-
-    @property
-    def fell_back(self) -> bool: ...
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]: ...
-
-
 def _fastest(
-    sites: Sites, candidates: dict[str, Trains], steps: int, cohort: int, processes: int
+    sites: Sites, candidates: dict[str, Engine], steps: int, cohort: int, processes: int
 ) -> tuple[str, dict[str, float]]:
     """The engine to take, and the seconds of a round with each that can train these clients."""
     few = min(2 * processes, cohort)
     clients = {name: cohort if name == "stacked" else few for name in candidates}
     with contextlib.redirect_stderr(io.StringIO()):  # an engine that must fall back says so when it is chosen
         for name, engine in candidates.items():  # starts processes, and whatever torch sets up once
-            _seconds(sites, engine, clients[name], 1)
+            seconds_of_step(sites, engine, clients[name], 1)
         able = {name: engine for name, engine in candidates.items() if not engine.fell_back}
         times = dict.fromkeys(able, math.inf)
         started, turns = time.perf_counter(), 0
         # In turn, and the best of several: other programs may disturb one look, but hardly all.
         while turns < 2 or time.perf_counter() - started < LOOK_SECONDS * len(able):
             for name, engine in able.items():
-                times[name] = min(times[name], steps * _seconds(sites, engine, clients[name], TIMED_STEPS))
+                times[name] = min(times[name], steps * seconds_of_step(sites, engine, clients[name], TIMED_STEPS))
             turns += 1
     return pick(times), times
 
@@ -166,22 +153,16 @@ def _line(name: str, times: dict[str, float], processes: int) -> str:
     return f"engine: {how}: {times[name]:.2g} s a round, {others}"
 
 
-def _steps_per_round(sites: Sites, cohort: int) -> int:
-    clients = sites.batches.pool.clients[:cohort]
-    stages = range(len(sites.method.stages))
+def steps_per_round(sites: Sites, clients: Sequence[int]) -> int:
+    """Steps that some clients take in a round of the stage with the most."""
     training = [phase for phase in sites.phases if phase.id.purpose is Purpose.TRAIN]
     return max(
         sum(sites.num_steps(client, phase) for client in clients for phase in training if phase.id.stage == stage)
-        for stage in stages
+        for stage in range(len(sites.method.stages))
     )
 
 
-def _with_own_model(sites: Sites) -> Sites:
-    """The sites with a model to try on: layers may count their calls."""
-    return replace(sites, prepared=replace(sites.prepared, model=copy.deepcopy(sites.prepared.model)))
-
-
-def jobs_to_time(sites: Sites, clients: int, steps: int) -> tuple[PreparedPhase, list[Job]]:
+def _jobs_to_time(sites: Sites, clients: int, steps: int) -> tuple[PreparedPhase, list[Job]]:
     """The last phase of a round, and work in it for some clients that take at most this many steps of each pass."""
     phase = sites.phase(PhaseId(Purpose.TRAIN, 0, len(sites.method.stages[0]) - 1))
     chosen = (UNION,) if sites.method.sees_union(phase.phase) else sites.batches.pool.clients[:clients]
@@ -190,9 +171,9 @@ def jobs_to_time(sites: Sites, clients: int, steps: int) -> tuple[PreparedPhase,
     return phase, [Job(client, start, 0, counts[client]) for client in chosen]
 
 
-def _seconds(sites: Sites, engine: Trains, clients: int, steps: int) -> float:
+def seconds_of_step(sites: Sites, engine: Engine, clients: int, steps: int) -> float:
     """Seconds of a step, in a phase of some clients that take some steps."""
-    phase, jobs = jobs_to_time(sites, clients, steps)
+    phase, jobs = _jobs_to_time(sites, clients, steps)
     numbers = sites.numbers(phase.id, 1)
     started = time.perf_counter()
     for _ in engine.train(phase, numbers, jobs):

@@ -13,10 +13,11 @@ from fednorm.core.method import Method
 from fednorm.core.optim import Optimizer, optimizer
 from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.schedule import lr_factor
-from fednorm.core.state import Kind, Policy, Tree
+from fednorm.core.state import Kind, Tree
 from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared
 from fednorm.halves.prepared_phase import PreparedPhase, prepare_phase
+from fednorm.halves.schema import DOWN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Agreed:
         for phase in self.phases:
             for key, (entry, policy) in phase.schema.items():
                 made = entry.kind is Kind.OPTIMIZER or entry.extra
-                if made and policy in (Policy.SHARED, Policy.FROZEN):
+                if made and policy in DOWN:
                     tree[key] = torch.zeros(entry.shape, dtype=entry.dtype, device=self.device)
         return tree
 

@@ -45,8 +45,9 @@ def found(
             raise ConfigError(f"{count} clients are called '{name}'; give each a name of its own")
     if not names:
         raise ConfigError("no client said hello; a federation needs at least one")
+    schema = model_digest(model)
     for hello in hellos:
-        check_hello(hello, model_digest(model))
+        check_hello(hello, schema)
     by_name = {hello.name: hello.num_examples for hello in hellos}
     sizes = {number: by_name[name] - num_held(by_name[name], work.val_fraction) for number, name in enumerate(names)}
     work = replace(work, total_steps=work.rounds * typical_steps(work, Counter(sizes.values())))

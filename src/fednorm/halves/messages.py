@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -64,7 +65,7 @@ class Terms:
     work: LocalWork
     protocol: int = PROTOCOL
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 

@@ -40,6 +40,7 @@ class Reception:
         self.failure: FednormError | None = None
         """why the run ended early: a client diverged, or too few could be used"""
         self._made_of = model, method, work, options
+        self._schema = model_digest(model)
         self._hellos: dict[str, Hello] = {}
         self._welcomes: Mapping[str, Welcome] = {}
 
@@ -78,7 +79,7 @@ class Reception:
         save(self.path, {**facts, "rows": self.rows}, trees)
 
     def _greet(self, hello: Hello) -> None:
-        check_hello(hello, model_digest(self._made_of[0]))
+        check_hello(hello, self._schema)
         if hello.name not in self._hellos and len(self._hellos) == self.clients:
             raise WireError(f"'{hello.name}' is not one of the {self.clients} clients of this run; all have come")
         self._hellos[hello.name] = hello

@@ -72,6 +72,8 @@ class Server:
         self._aside: tuple[Tree, Tree] | None = None
         """tree and memory as training left them, while a query's statistics are in their place"""
         self._accepted: dict[int, int] = {}
+        self._drawn: tuple[int | None, list[int]] = None, []
+        """a round and its cohort"""
         self._open: Exchange | None = None
         self._taken: dict[int, Update] = {}
 
@@ -132,8 +134,11 @@ class Server:
             return [UNION]
         if phase.id.purpose is not Purpose.TRAIN or self.per_round == len(self.clients):
             return list(self.clients)
-        key = rng.key(self.agreed.work.seed, "cohort", round)
-        return [self.clients[index] for index in rng.subset(key, len(self.clients), self.per_round)]
+        if self._drawn[0] != round:  # once a round, though every one of its exchanges asks
+            key = rng.key(self.agreed.work.seed, "cohort", round)
+            chosen = rng.subset(key, len(self.clients), self.per_round)
+            self._drawn = round, [self.clients[index] for index in chosen]
+        return self._drawn[1]
 
     # -- merge --
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -64,11 +65,9 @@ class Sites(Agreed):
         return sum(self.steps(client, phase))
 
     def _steps_of(self, client: int, each: PreparedPass) -> int:
-        if each.work == "batch":
-            return 1
-        epochs = 1 if each.work == "epoch" else self.work.amount
-        local_steps = each.work == "local" and self.work.unit == "steps"
-        return self.work.amount if local_steps else epochs * self.batches.per_epoch(client)
+        fixed = {"epoch": ("epochs", 1), "batch": ("steps", 1)}
+        unit, amount = fixed.get(each.work, (self.work.unit, self.work.amount))
+        return amount if unit == "steps" else amount * self.batches.per_epoch(client)
 
     def first_batch(self, phase: PreparedPhase, client: int, used: int) -> int:
         """The batch a client goes on with; a pass over its data starts with an epoch, to see every example once."""
@@ -77,6 +76,10 @@ class Sites(Agreed):
     def job(self, phase: PreparedPhase, client: int, start: Tree, used: int) -> Job:
         """A client's work in a phase, after this many batches of its life."""
         return Job(client, start, self.first_batch(phase, client, used), self.steps(client, phase))
+
+    def with_own_model(self) -> Self:
+        """The same with a copy of the model: layers may count their calls, and an engine may replace some."""
+        return replace(self, prepared=replace(self.prepared, model=copy.deepcopy(self.prepared.model)))
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -149,7 +152,7 @@ class Site:
     def answer(self, request: Request, mine: Mine) -> tuple[Update | Scores, Mine]:
         """Do what a request asks for, work or a test: what goes to the server, and what this client keeps."""
         if request.purpose is Purpose.SCORE:
-            return self.score(request, mine), self.settled(request, mine)
+            return self._score(request, mine)
         return self.work(request, mine)
 
     def work(self, request: Request, mine: Mine) -> tuple[Update, Mine]:
@@ -165,9 +168,7 @@ class Site:
         start = phase.start(request.tree, before.tree, self.sites.device)
         job = self.sites.job(phase, self.client, start, before.steps)
         (done,) = self._trainer.train(phase, request.numbers, [job], request.probing)
-        update = Update(
-            done.update.report, done.update.shared, done.update.reported, done.update.probed, request.address
-        )
+        update = replace(done.update, address=request.address)
         after = state_after(phase, before, job, done.kept)
         if request.purpose is Purpose.QUERY or after is None:
             return update, mine
@@ -175,11 +176,14 @@ class Site:
 
     def score(self, request: Request, mine: Mine) -> Scores:
         """Sums of this client's model on its own test data, and on what it set aside for validation."""
+        return self._score(request, mine)[0]
+
+    def _score(self, request: Request, mine: Mine) -> tuple[Scores, Mine]:
         phase = self._checked(request)
         if request.purpose is not Purpose.SCORE:
             raise self._refused(request, "it asks for work, not for a test")
-        own = self.settled(request, mine).accepted.tree
-        state = phase.start(request.tree, own, self.sites.device)
+        mine = self.settled(request, mine)
+        state = phase.start(request.tree, mine.accepted.tree, self.sites.device)
         pool = self.sites.batches.pool
         held = self.sites.batches.split(self.client)[1]
         sums: dict[str, Mapping[str, Any]] = {}
@@ -187,7 +191,7 @@ class Site:
             sums["own_client"] = self.sites.scorer.rows(state, (self._test[0], self._test[1]))
         if len(held):
             sums["validation"] = self.sites.scorer.rows(state, (pool.x, pool.y), held)
-        return Scores(client=self.client, address=request.address, sums=sums)
+        return Scores(client=self.client, address=request.address, sums=sums), mine
 
     def settled(self, request: Request, mine: Mine) -> Mine:
         """What this client keeps as of the exchange that a request goes on from.
@@ -201,10 +205,6 @@ class Site:
                 raise
             log.warning("client %d starts anew: %s", self.client, lost)
             return Mine(exchange=request.accepted)
-
-    def own_model(self, server: Tree, mine: Mine, stage: int = -1) -> Tree:
-        """The state of this client's model: the server's entries and its own."""
-        return self.sites.evaluated(stage).start(server, mine.accepted.tree, self.sites.device)
 
     def _checked(self, request: Request) -> PreparedPhase:
         """The phase a request names, once it is sure that the request is for this client and these terms."""

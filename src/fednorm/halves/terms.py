@@ -18,6 +18,7 @@ from fednorm.errors import ConfigError, WireError
 from fednorm.halves.agreed import Agreed
 from fednorm.halves.messages import LocalWork, Terms
 from fednorm.halves.prepared import prepare
+from fednorm.halves.wire import check_terms
 from fednorm.layers.scheduled import set_total_steps
 from fednorm.methods import parse
 
@@ -102,11 +103,7 @@ def model_digest(model: nn.Module) -> str:
 
 def refuse_other_terms(terms: Terms, agreed: Agreed) -> None:
     """Refuse terms that mean something else here: another version of a method, another model or initial state."""
-    if terms.schema != agreed.schema_digest:
-        raise WireError(
-            f"the server's '{terms.method}' has other entries or policies for {terms.model} than this site's; "
-            "use the same fednorm and the same model on both sides"
-        )
+    check_terms(terms, agreed.schema_digest)
     if terms.initial != digest(agreed.prepared.initial):
         raise WireError(
             f"the server's {terms.model} starts from other values than this site's; build it with the same seed, "

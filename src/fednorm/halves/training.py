@@ -39,6 +39,10 @@ class Job:
     def num_steps(self) -> int:
         return sum(self.steps)
 
+    def first_of(self, number: int) -> int:
+        """The batch that a pass begins with, or after the last one that which is left for the next job."""
+        return self.first_batch + sum(self.steps[:number])
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -62,8 +66,7 @@ class Training:
     @property
     def left(self) -> range:
         """The batches of this pass that are still to come."""
-        first = self.job.first_batch
-        return range(first + len(self.losses), first + sum(self.job.steps[: self.passed + 1]))
+        return range(self.job.first_batch + len(self.losses), self.job.first_of(self.passed + 1))
 
     def take(self, carry: Carry, seen: Seen) -> None:
         self.carry = carry
@@ -129,10 +132,8 @@ class Trainer:
     ) -> None:
         sites, layout = self.sites, self._layout(phase)
         batches, seed = sites.batches, sites.work.seed
-        firsts = [each.job.first_batch + sum(each.job.steps[: each.passed]) for each in cohort]
         seeds = [
-            rng.as_seed(rng.key(seed, "torch", each.job.client, first))
-            for each, first in zip(cohort, firsts, strict=True)
+            rng.as_seed(rng.key(seed, "torch", each.job.client, each.job.first_of(each.passed))) for each in cohort
         ]
         drawn = [[batches.rows_and_key(each.job.client, k) for k in each.left] for each in cohort]
         # Layers of other libraries may draw from torch's own generator; keyed per client, so that a resumed run and

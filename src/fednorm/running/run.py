@@ -26,8 +26,8 @@ from fednorm.running.store import Store, to_device
 CHECKPOINT_SECONDS = 2.0
 """Time between two checkpoints where the config names no number of rounds."""
 
-Asking = Generator[Order, Played, Row]
-"""A round: it asks for exchanges and is sent what came of them; in the end it returns the round's row."""
+Asking = Generator[Order, Played, None]
+"""A round: it asks for exchanges and is sent what came of them."""
 
 MakeEngine = Callable[[Plan, str | None, bool], tuple[str, Engine]]
 """(plan, the engine it was begun with, whether rounds may stay on the device) -> the engine's name, and the engine."""
@@ -98,7 +98,7 @@ class Run:
         self.engine.close()
 
     def play(self) -> Asking:
-        """The next round: asks for its exchanges, is sent what came of them, and returns the round's row."""
+        """The next round: asks for its exchanges and is sent what came of them; then its row waits to be settled."""
         server, number = self.server, self.server.round + 1
         while server.round < number:
             exchange = server.open()
@@ -110,9 +110,7 @@ class Run:
             else:
                 played = yield Order(exchange, server, self.plan, self.store, self.ranks, self._probing(number))
                 server.note(played.reports, played.probed)
-        row = cast(Row, {"version": ROW_VERSION, **server.row})
-        self.unsettled.append((row, server.reports))
-        return row
+        self.unsettled.append((cast(Row, {"version": ROW_VERSION, **server.row}), server.reports))
 
     def _probing(self, number: int) -> bool:
         """Whether probes look at this round's steps."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from fednorm.core.phases import Purpose
 from fednorm.data.batches import UNION
 from fednorm.data.summary import summary
-from fednorm.engines.choose import jobs_to_time
+from fednorm.engines.choose import seconds_of_step, steps_per_round
 from fednorm.running.config import to_dict
 from fednorm.running.plan import Plan
 from fednorm.running.run import engine_of_its_own
@@ -44,11 +43,7 @@ def estimate(plan: Plan) -> dict[str, float]:
     union = plan.method.data == "union"
     everyone = (UNION,) if union else federation.training_clients
     share = 1.0 if union else plan.cohort_size / len(everyone)
-    training = [phase for phase in plan.phases if phase.id.purpose is Purpose.TRAIN]
-    steps = max(
-        share * sum(plan.num_steps(c, phase) for c in everyone for phase in training if phase.id.stage == stage)
-        for stage in range(len(plan.method.stages))
-    )
+    steps = share * steps_per_round(plan, everyone)
     scored = len(federation.test_y) + sum(map(len, federation.own_test))
     evaluations = math.ceil(config.rounds / config.eval_every)
     seconds = config.rounds * steps * step + evaluations * scored * example
@@ -58,17 +53,10 @@ def estimate(plan: Plan) -> dict[str, float]:
 def _seconds_of_step(plan: Plan) -> float:
     """Seconds of one step of one client, in the company of a few: an engine may train many at once."""
     _, engine = engine_of_its_own(plan, None, False)
-
-    def train(num_steps: int) -> float:
-        phase, jobs = jobs_to_time(plan, min(plan.cohort_size, TIMED_CLIENTS), num_steps)
-        numbers = plan.numbers(phase.id, 1)
-        started = time.perf_counter()
-        list(engine.train(phase, numbers, jobs))
-        return (time.perf_counter() - started) / sum(job.num_steps for job in jobs)
-
+    clients = min(plan.cohort_size, TIMED_CLIENTS)
     try:
-        train(1)  # the first step also pays for what torch sets up once
-        return train(TIMED_STEPS)
+        seconds_of_step(plan, engine, clients, 1)  # the first step also pays for what torch sets up once
+        return seconds_of_step(plan, engine, clients, TIMED_STEPS)
     finally:
         engine.close()
 

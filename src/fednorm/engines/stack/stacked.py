@@ -6,11 +6,9 @@ Whole rounds stay on the GPU where they can (`slot`, `device_stack`); the traini
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,7 +50,7 @@ class StackedEngine:
         # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.
         kernels = runs[0].device.type == "cuda" and HAS_TRITON and precision != "fp32"
         narrow = torch.bfloat16 if precision == "bf16" else None
-        own = [_with_own_model(sites) for sites in runs]
+        own = [sites.with_own_model() for sites in runs]
         if kernels:
             for sites in own:
                 use_kernels(sites.prepared.model, narrow)
@@ -106,10 +104,6 @@ class StackedEngine:
 
     def close(self) -> None:
         """Nothing is held beside memory."""
-
-
-def _with_own_model(sites: Sites) -> Sites:
-    return replace(sites, prepared=replace(sites.prepared, model=copy.deepcopy(sites.prepared.model)))
 
 
 class StackTrainer:
@@ -187,7 +181,7 @@ class StackTrainer:
         """One pass of all clients; losses and what probes saw go into the lists."""
         step = mapped_step(self.sites, each, probing)
         model, lockstep = self.sites.prepared.model, phase.phase.lockstep
-        firsts = [job.first_batch + sum(job.steps[:number]) for job in jobs]
+        firsts = [job.first_of(number) for job in jobs]
         counts = [job.steps[number] for job in jobs]
         with training_mode(model, each.rule.hold):
             for turn in range(max(counts)):
