@@ -10,7 +10,7 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fednorm.engines.stack.rewrites import copies, neighbours, shortcuts
+from fednorm.engines.stack.rewrites import copies, narrow, neighbours, shortcuts
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
 Rewrite = tuple[Any, Callable[[Graph, Node], None]]
@@ -26,6 +26,11 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_aten.permute.default, copies.drop_idle_permutation),
     (_aten.copy.default, copies.drop_copy),
     (_aten.cat.default, copies.drop_rejoining),
+    (_own.conv.default, narrow.read_weights_narrow),
+    (_own.conv_input_grad.default, narrow.read_weights_narrow),
+    (_own.linear.default, narrow.read_weights_narrow),
+    (_own.linear_input_grad.default, narrow.read_weights_narrow),
+    (_aten._to_copy.default, narrow.read_cast_narrow),
     (_aten.constant_pad_nd.default, shortcuts.thin_at_once),
     (_aten.slice_backward.default, shortcuts.thin_grad_at_once),
     (_own.conv.default, neighbours.take_in_bias_and_relu),
@@ -33,7 +38,9 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_own.sgd.default, neighbours.take_in_parts),
     (_own.norm.default, neighbours.take_in_residual_and_relu),
     (_own.norm.default, neighbours.share_moments),
+    (_own.group_norm.default, neighbours.take_in_residual_and_relu),
     (_own.norm_grad.default, neighbours.take_in_relu_grad),
+    (_own.group_norm_grad.default, neighbours.take_in_relu_grad),
     (_own.conv_input_grad.default, neighbours.take_in_sum),
 )
 

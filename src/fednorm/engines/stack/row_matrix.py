@@ -61,10 +61,10 @@ class RowMatrix:
         return turned.reshape(len(value), -1)
 
 
-def aligned_like(flat: Tensor) -> Tensor:
-    """An empty matrix of this shape whose rows begin at aligned addresses."""
+def aligned_like(flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty matrix of this shape, in this type or another, whose rows begin at aligned addresses."""
     rows, columns = flat.shape
-    return flat.new_empty(rows, columns + -columns % ALIGNMENT)[:, :columns]
+    return flat.new_empty(rows, columns + -columns % ALIGNMENT, dtype=dtype or flat.dtype)[:, :columns]
 
 
 def aligned(flat: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fednorm.engines.stack.kernels.tiles import conv_tile, out_block, weight_tile
+from fednorm.engines.stack.kernels.tiles import conv_tile, weight_tile
 
 
 class Shape(NamedTuple):
@@ -29,55 +29,92 @@ class Shape(NamedTuple):
     kernel_w: int
 
 
+@triton.jit
+def _source(
+    row, column, kh, kw, in_height, in_width,
+    STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Where in an image the pixel lies that a tap of an output pixel reads, and whether there is one."""
+    if BACKWARD:
+        up, left = row + (PAD_H - kh), column + (PAD_W - kw)
+        src_row, src_col = up // STRIDE, left // STRIDE
+        hit = (up >= 0) & (left >= 0)
+        if STRIDE > 1:
+            hit = hit & (up % STRIDE == 0) & (left % STRIDE == 0)
+    else:
+        src_row, src_col = row * STRIDE + (kh - PAD_H), column * STRIDE + (kw - PAD_W)
+        hit = (src_row >= 0) & (src_col >= 0)
+    return src_row * in_width + src_col, hit & (src_row < in_height) & (src_col < in_width)
+
+
 @triton.jit(do_not_specialize=["batch", "tiles"])  # one kernel for batches of all sizes
 def _conv_kernel(
     x_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, part_ptr, w_stride, bias_stride, batch,
     in_height, in_width, out_height, out_width, tiles,
     IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, BACKWARD: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    RELU: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    RELU: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr, HALVED: tl.constexpr,
     PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     """y = conv(x, w), or with BACKWARD the gradient of the input: there x is dy, IN are the filters' outputs.
 
     BIAS adds a number to each channel, ADD a tensor of y's shape; RELU follows. MOMENTS leaves mean and squared
-    deviations of each tile's pixels, for a batch norm.
+    deviations of each tile's pixels, for a batch norm. Of a step of 2 backward, a pixel meets every other tap in
+    either direction: HALVED takes the pixels of even and odd rows and columns apart, each with the taps it meets.
     """
     tile = tl.program_id(0)
     client = tl.program_id(1)
-    pixel = tile * PIXELS + tl.arange(0, PIXELS)
     total = batch * out_height * out_width
-    column = pixel % out_width
-    row = (pixel // out_width) % out_height
-    image = pixel // (out_width * out_height)
+    if HALVED:
+        kind = tile // (tiles // 4)
+        wide = out_width // 2
+        index = (tile % (tiles // 4)) * PIXELS + tl.arange(0, PIXELS)
+        column = index % wide * 2 + kind % 2
+        row = index // wide % (out_height // 2) * 2 + kind // 2
+        image = index // (wide * (out_height // 2))
+        pixel = tl.where(image < batch, (image * out_height + row) * out_width + column, total)
+        first_h, first_w = (kind // 2 + PAD_H) % 2, (kind % 2 + PAD_W) % 2
+        taps_w = (KW + 1 - first_w) // 2
+        turns = (KH + 1 - first_h) // 2 * taps_w * IN
+    else:
+        pixel = tile * PIXELS + tl.arange(0, PIXELS)
+        column = pixel % out_width
+        row = (pixel // out_width) % out_height
+        image = pixel // (out_width * out_height)
+        turns = KH * KW * IN
     outs = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     x_base = x_ptr + client.to(tl.int64) * (batch * in_height * in_width * IN)
     w_base = w_ptr + client.to(tl.int64) * w_stride
     acc = tl.zeros((PIXELS, BLOCK_OUT), dtype=tl.float32)
-    for start in range(0, KH * KW * IN, TERMS):
+    for start in range(0, turns, TERMS):
         term = start + tl.arange(0, TERMS)
-        tap, channel = term // IN, term % IN
-        kh, kw = tap // KW, tap % KW
-        if BACKWARD:
-            up, left = row[:, None] + (PAD_H - kh)[None, :], column[:, None] + (PAD_W - kw)[None, :]
-            src_row, src_col = up // STRIDE, left // STRIDE
-            hit = (up >= 0) & (left >= 0)
-            if STRIDE > 1:
-                hit = hit & (up % STRIDE == 0) & (left % STRIDE == 0)
+        if IN % TERMS == 0:
+            # All terms of a turn belong to one tap, so that a pixel has one place to read from, not one for each term.
+            tap, channel = start // IN, tl.multiple_of(start % IN, TERMS) + tl.arange(0, TERMS)
+            if HALVED:
+                tap = (first_h + tap // taps_w * 2) * KW + first_w + tap % taps_w * 2
+            place, hit = _source(
+                row, column, tap // KW, tap % KW, in_height, in_width, STRIDE, PAD_H, PAD_W, BACKWARD
+            )  # fmt: skip
+            at = ((image * (in_height * in_width) + place) * IN)[:, None] + channel[None, :]
+            hit = (hit & (pixel < total))[:, None]
         else:
-            src_row = row[:, None] * STRIDE + (kh - PAD_H)[None, :]
-            src_col = column[:, None] * STRIDE + (kw - PAD_W)[None, :]
-            hit = (src_row >= 0) & (src_col >= 0)
-        hit = hit & (src_row < in_height) & (src_col < in_width) & (pixel < total)[:, None]
-        if KH * KW * IN % TERMS != 0:
-            hit = hit & (term < KH * KW * IN)[None, :]
-        at = ((image[:, None] * in_height + src_row) * in_width + src_col) * IN + channel[None, :]
+            tap, channel = (term // IN)[:, None], term % IN
+            place, hit = _source(
+                row[:, None], column[:, None], (term // IN // KW)[None, :], (term // IN % KW)[None, :],
+                in_height, in_width, STRIDE, PAD_H, PAD_W, BACKWARD,
+            )  # fmt: skip
+            at = (image[:, None] * (in_height * in_width) + place) * IN + channel[None, :]
+            hit = hit & (pixel < total)[:, None] & (term < KH * KW * IN)[None, :]
         x = tl.load(x_base + at, mask=hit, other=0.0)
         if BACKWARD:
-            w_at = channel[:, None] * (KH * KW * OUT) + tap[:, None] * OUT + outs[None, :]
+            w_at = channel[:, None] * (KH * KW * OUT) + tap * OUT + outs[None, :]
         else:
             w_at = outs[None, :] * (KH * KW * IN) + term[:, None]
-        w = tl.load(w_base + w_at, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :], other=0.0)
+        if IN % TERMS == 0 and OUT % BLOCK_OUT == 0:
+            w = tl.load(w_base + w_at)
+        else:
+            w = tl.load(w_base + w_at, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :], other=0.0)
         acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
     y_at = client.to(tl.int64) * (total * OUT) + pixel[:, None] * OUT + outs[None, :]
     inside = (pixel < total)[:, None] & (outs < OUT)[None, :]
@@ -111,8 +148,6 @@ def _weight_kernel(
     out_blocks: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     outs = (tl.program_id(2) % out_blocks) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     term = (tl.program_id(2) // out_blocks) * TERMS + tl.arange(0, TERMS)
-    tap, channel = term // IN, term % IN
-    kh, kw = tap // KW, tap % KW
     total = batch * out_height * out_width
     x_base = x_ptr + client.to(tl.int64) * (batch * in_height * in_width * IN)
     dy_base = dy_ptr + client.to(tl.int64) * (total * OUT)
@@ -122,11 +157,18 @@ def _weight_kernel(
         column = pixel % out_width
         row = (pixel // out_width) % out_height
         image = pixel // (out_width * out_height)
-        src_row = row[:, None] * STRIDE + (kh - PAD_H)[None, :]
-        src_col = column[:, None] * STRIDE + (kw - PAD_W)[None, :]
-        hit = (src_row >= 0) & (src_col >= 0) & (src_row < in_height) & (src_col < in_width)
-        hit = hit & (pixel < total)[:, None] & (term < KH * KW * IN)[None, :]
-        at = ((image[:, None] * in_height + src_row) * in_width + src_col) * IN + channel[None, :]
+        if IN % TERMS == 0:
+            tap = (tl.program_id(2) // out_blocks) * TERMS // IN
+            place, hit = _source(row, column, tap // KW, tap % KW, in_height, in_width, STRIDE, PAD_H, PAD_W, False)
+            at = ((image * (in_height * in_width) + place) * IN)[:, None] + (term % IN)[None, :]
+            hit = (hit & (pixel < total))[:, None]
+        else:
+            place, hit = _source(
+                row[:, None], column[:, None], (term // IN // KW)[None, :], (term // IN % KW)[None, :],
+                in_height, in_width, STRIDE, PAD_H, PAD_W, False,
+            )  # fmt: skip
+            at = (image[:, None] * (in_height * in_width) + place) * IN + (term % IN)[None, :]
+            hit = hit & (pixel < total)[:, None] & (term < KH * KW * IN)[None, :]
         x = tl.load(x_base + at, mask=hit, other=0.0)
         dy_mask = (pixel < total)[:, None] & (outs < OUT)[None, :]
         dy = tl.load(dy_base + pixel[:, None] * OUT + outs[None, :], mask=dy_mask, other=0.0)
@@ -154,16 +196,17 @@ def run_conv(
     _, batch, height, width, _ = x.shape
     y = x.new_empty(clients, batch, *size, outs)
     tile = conv_tile(ins, outs, x.dtype == torch.float32)
-    tiles = triton.cdiv(batch * size[0] * size[1], tile.pixels)
+    halved = backward and shape.stride == 2 and ins % tile.terms == 0 and size[0] % 2 == size[1] % 2 == 0
+    share = 4 if halved else 1
+    tiles = share * triton.cdiv(batch * size[0] * size[1] // share, tile.pixels)
     parts = torch.empty((clients, tiles, 2, outs) if moments else (0,), dtype=torch.float32, device=x.device)
-    block_out = out_block(outs)
-    _conv_kernel[(tiles, clients, triton.cdiv(outs, block_out))](
+    _conv_kernel[(tiles, clients, triton.cdiv(outs, tile.outs))](
         x, w, w if bias is None else bias, y if addend is None else addend, y, parts,
         w.stride(0), 0 if bias is None else bias.stride(0), batch, height, width, *size, tiles,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
         KW=shape.kernel_w, BACKWARD=backward, BIAS=bias is not None, ADD=addend is not None, RELU=relu,
-        MOMENTS=moments, PRECISION=_precision(), PIXELS=tile.pixels,
-        TERMS=tile.terms, BLOCK_OUT=block_out, num_warps=tile.warps, num_stages=tile.stages,
+        MOMENTS=moments, PRECISION=_precision(), HALVED=halved, PIXELS=tile.pixels,
+        TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, parts
 
@@ -174,8 +217,7 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     out_height, out_width, outs = dy.shape[2:]
     terms = ins * shape.kernel_h * shape.kernel_w
     tile, programs = weight_tile(terms, outs, x.dtype == torch.float32)
-    block_out = out_block(outs)
-    blocks = triton.cdiv(terms, tile.terms) * triton.cdiv(outs, block_out)
+    blocks = triton.cdiv(terms, tile.terms) * triton.cdiv(outs, tile.outs)
     # Enough programs to fill the chip, and no fewer than a few turns for each: as many for all small batches.
     tiles = triton.cdiv(batch * out_height * out_width, tile.pixels)
     turns = max(4, triton.cdiv(tiles, max(1, programs // (blocks * clients))))
@@ -187,6 +229,6 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
         x, dy, parts, batch, height, width, out_height, out_width, clients,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
         KW=shape.kernel_w, TURNS=turns, PRECISION=_precision(), PIXELS=tile.pixels,
-        TERMS=tile.terms, BLOCK_OUT=block_out, num_warps=tile.warps, num_stages=tile.stages,
+        TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return parts.sum(0) if splits > 1 else parts[0]

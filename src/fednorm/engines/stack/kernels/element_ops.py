@@ -138,6 +138,24 @@ def _(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return channels_second(channels_last(dy.new_empty(dy.shape))), y.new_empty(y.shape[0], y.shape[2])
 
 
+@torch.library.custom_op("fednorm::narrowed", mutates_args=())
+def narrowed(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix (client, number) in another type, its rows at aligned addresses."""
+    new = aligned_like(flat, dtype)
+    rows, stride = len(flat), flat.stride(0)
+    room = flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset()
+    if stride == new.stride(0) and flat.stride(1) == 1 and rows * stride <= room:
+        # Together with what lies between the rows the matrix is one vector, which is copied faster.
+        new.as_strided((rows * stride,), (1,)).copy_(flat.as_strided((rows * stride,), (1,)))
+        return new
+    return new.copy_(flat)
+
+
+@narrowed.register_fake
+def _(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    return aligned_like(flat, dtype)
+
+
 @torch.library.custom_op("fednorm::fold", mutates_args=())
 def fold(stack: Tensor, weights: Tensor) -> Tensor:
     """sum_k p_k x_k in float64 of the clients of each run: stacks (run, client, number), weights (run, client)."""

@@ -16,10 +16,12 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fednorm.engines.stack.kernels import element_ops, ops
+from fednorm.engines.stack.kernels import element_ops, layer_ops, ops
 from fednorm.layers.keyed import KeyedDropout, dropped
 
 Pair = tuple[int, int]
+WORTH_ROUNDING = 4096
+"""Weights of a linear layer from which on a narrow type pays; a small head keeps its own."""
 
 
 def stacked(info: Any, in_dims: tuple[Any, ...], *tensors: Any) -> list[Any]:
@@ -129,6 +131,84 @@ class _NormGrad(_FirstOrder):
         return ops.norm_grad(*stacked(info, in_dims, *args[:5]), *args[5:])[:3], (0,) * 3
 
 
+class _GroupNorm(torch.autograd.Function):
+    """y, and the mean and inverse deviation of each channel of an image; only y has a gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, eps: float) -> tuple[Tensor, ...]:
+        each = (t.unsqueeze(0) for t in (x, gamma, beta))
+        return tuple(out.squeeze(0) for out in layer_ops.group_norm(*each, groups, eps))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, gamma, _, ctx.groups, _ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(x, gamma, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, gamma, mean, inverse = ctx.saved_tensors
+        return (*_GroupNormGrad.apply(x, grads[0], mean, inverse, gamma, ctx.groups), None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return layer_ops.group_norm(*stacked(info, in_dims, *args[:3]), *args[3:]), (0,) * 3
+
+
+class _GroupNormGrad(_FirstOrder):
+    @staticmethod
+    def forward(x: Tensor, dy: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, groups: int) -> tuple[Tensor, ...]:
+        each = (t.unsqueeze(0) for t in (x, dy, mean, inverse, gamma))
+        return tuple(out.squeeze(0) for out in layer_ops.group_norm_grad(*each, groups)[:3])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return layer_ops.group_norm_grad(*stacked(info, in_dims, *args[:5]), args[5])[:3], (0,) * 3
+
+
+class _Linear(torch.autograd.Function):
+    """x (row, in) times weights (out, in)."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return functional.linear(x, w.to(x.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor]:
+        x, w = ctx.saved_tensors
+        dx = _LinearInputGrad.apply(grads[0], w) if ctx.needs_input_grad[0] else None
+        return dx, _LinearWeightGrad.apply(x, grads[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> Any:
+        return layer_ops.linear(*stacked(info, in_dims, *args)), 0
+
+
+class _LinearInputGrad(_FirstOrder):
+    @staticmethod
+    def forward(dy: Tensor, w: Tensor) -> Tensor:
+        return dy @ w.to(dy.dtype)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> Any:
+        return layer_ops.linear_input_grad(*stacked(info, in_dims, *args)), 0
+
+
+class _LinearWeightGrad(_FirstOrder):
+    @staticmethod
+    def forward(x: Tensor, dy: Tensor) -> Tensor:
+        wide = ops.master_type(x)
+        return dy.mT.to(wide) @ x.to(wide)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> Any:
+        return layer_ops.linear_weight_grad(*stacked(info, in_dims, *args)), 0
+
+
 class _Dropout(torch.autograd.Function):
     """Linear in x, so its gradient is the same operator on the gradient behind it: no mask is kept."""
 
@@ -210,6 +290,28 @@ class StackBatchNorm2d(nn.BatchNorm2d):
         return y
 
 
+class StackGroupNorm(nn.GroupNorm):
+    """A GroupNorm of images whose pass over a stack of clients is one kernel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        tested = not self.training and not torch.is_grad_enabled()
+        if tested or input.dim() != 4 or self.weight is None:
+            return super().forward(input if input.dim() == 4 else input.to(self.weight.dtype))
+        y: Any = _GroupNorm.apply(input, self.weight, self.bias, self.num_groups, self.eps)[0]
+        return y
+
+
+class StackLinear(nn.Linear):
+    """A Linear in a narrow type: a product of a stack reads weights that were rounded once for all layers."""
+
+    narrow = torch.bfloat16
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input.to(self.narrow)
+        y: Any = _Linear.apply(x.reshape(-1, x.shape[-1]), self.weight).reshape(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
 class StackGlobalPool(nn.AdaptiveAvgPool2d):
     """A mean over all pixels; torch's own cannot be mapped over channels-last activations without a loop."""
 
@@ -252,6 +354,11 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
             vars(module).update(narrow=narrow, dense=dense)
         elif type(module) is nn.BatchNorm2d:
             module.__class__ = StackBatchNorm2d
+        elif type(module) is nn.GroupNorm:
+            module.__class__ = StackGroupNorm
+        elif type(module) is nn.Linear and narrow is not None and module.weight.numel() >= WORTH_ROUNDING:
+            module.__class__ = StackLinear
+            vars(module).update(narrow=narrow)
         elif type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
             module.__class__ = StackGlobalPool
         elif type(module) is nn.MaxPool2d and _side(module):

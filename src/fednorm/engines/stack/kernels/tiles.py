@@ -1,4 +1,4 @@
-"""How the kernels cut their work, found by trying cuts on an H200 with the layers of ResNet20."""
+"""How the kernels cut their work, found by trying cuts on an H200 with the layers of ResNet20 and ResNet18."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Output pixels of a program, terms of the product a turn, warps, and turns in flight."""
+    """Output pixels and channels of a program, terms of the product a turn, warps, and turns in flight."""
 
     pixels: int
+    outs: int
     terms: int
     warps: int
     stages: int
@@ -23,23 +24,22 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def out_block(outs: int) -> int:
-    """Output channels of a program."""
-    return min(64, max(16, power_of_2(outs)))
-
-
 def conv_tile(ins: int, outs: int, wide: bool) -> Tile:
     """The cut of a convolution by its channels: more pixels where there are few; `wide` numbers have 4 bytes."""
-    block = out_block(outs)
+    block = min(64, max(16, power_of_2(outs)))
     if wide and ins >= 16 and block > 16:
-        return Tile(pixels=8192 // block, terms=16, warps=256 // block, stages=3)
+        return Tile(pixels=8192 // block, outs=block, terms=16, warps=256 // block, stages=3)
     terms = 32 if ins < 16 else min(64, power_of_2(ins))
-    return Tile(pixels=4096 // block, terms=terms, warps=2 if block == 16 else 4, stages=3)
+    if not wide and outs >= 128 and terms == 64:
+        # Many channels come with few pixels, which are then cut finer to have enough programs.
+        return Tile(64, 128, terms, 4, 4) if outs >= 256 else Tile(128, 128, terms, 4, 3)
+    return Tile(4096 // block, block, terms, warps=2 if wide and block == 16 else 4, stages=3)
 
 
 def weight_tile(terms: int, outs: int, wide: bool) -> tuple[Tile, int]:
     """The cut of a gradient of weights, and how many programs should share the work; `wide` numbers have 4 bytes."""
     most = min(64, max(16, power_of_2(terms)))
-    if out_block(outs) == 16:
-        return Tile(64, most, 2, 2), 1056
-    return (Tile(64, min(32, most), 4, 3), 1056) if wide else (Tile(64, most, 4, 3), 528)
+    block = min(64 if wide else 128, max(16, power_of_2(outs)))
+    if block == 16:
+        return Tile(64, 16, most, 2, 2), 1056
+    return (Tile(64, block, min(32, most), 4, 3), 1056) if wide else (Tile(64, block, most, 4, 3), 528)
