@@ -118,8 +118,11 @@ def _spec_of(node: Node) -> TensorSpec | None:
 @torch.no_grad()
 def put(state: Tree, new: Tree, rows: Rows) -> None:
     """Write new values over old ones: rows first, since their index may be an old value."""
+    moved = {key: value for key, value in new.items() if value is not state[key]}  # the others are there already
+    written = {state[key].untyped_storage().data_ptr() for key in (*moved, *rows)}
+    # A part of an old value would change before it is read.
+    moved = {key: v.clone() if v.untyped_storage().data_ptr() in written else v for key, v in moved.items()}
     for key, (index, values) in rows.items():
         state[key].index_copy_(0, index, values)
-    moved = {key: value for key, value in new.items() if value is not state[key]}  # the others are there already
     if moved:
         torch._foreach_copy_([state[key] for key in moved], list(moved.values()))  # pyright: ignore[reportPrivateImportUsage]
