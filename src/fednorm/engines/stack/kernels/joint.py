@@ -56,7 +56,7 @@ class _Fold(_OverStack):
 
 def on_stack(optimizer: Optimizer) -> Optimizer:
     """The optimizer with its update of a vector as one operator over the stack, where there is one."""
-    return replace(optimizer, update=_sgd_of_vectors) if optimizer.name == SGD.name else optimizer
+    return replace(optimizer, update=_sgd_of_vectors) if optimizer.update is SGD.update else optimizer
 
 
 def _sgd_of_vectors(

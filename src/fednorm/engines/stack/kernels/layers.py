@@ -200,9 +200,16 @@ class StackBatchNorm2d(nn.BatchNorm2d):
         mean, var, counter = self.running_mean, self.running_var, self.num_batches_tracked
         # Models that are only tested are not mapped; there torch's own is faster.
         tested = not self.training and not torch.is_grad_enabled()
-        if tested or mean is None or var is None or counter is None or self.weight is None or self.momentum is None:
+        if tested or (mean is not None and self.momentum is None):
             return super().forward(input)
-        args = input, self.weight, self.bias, mean, var, counter
+        wide = ops.master_type(input)
+        scale = input.new_ones(self.num_features, dtype=wide) if self.weight is None else self.weight
+        shift = torch.zeros_like(scale) if self.bias is None else self.bias
+        if mean is None or var is None or counter is None:
+            none = torch.zeros_like(scale), torch.ones_like(scale), input.new_zeros((), dtype=torch.int64)
+            y, *_ = cast(Any, _Norm.apply(input, scale, shift, *none, True, 0.0, self.eps))
+            return y
+        args = input, scale, shift, mean, var, counter
         y, _, _, *moved = cast(Any, _Norm.apply(*args, self.training, self.momentum, self.eps))
         if self.training:
             for kept, new in zip((mean, var, counter), moved, strict=True):
