@@ -18,10 +18,12 @@ from fednorm.core.report import Reports
 from fednorm.core.state import Policy, Tree
 from fednorm.core.step import Batch, Carry, Step, training_mode
 from fednorm.data.batches import Batches
+from fednorm.engines.stack.attributes import unchanged
 from fednorm.engines.stack.gather import Gather
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned
+from fednorm.engines.stack.ways import Way
 from fednorm.halves.merging import cannot_be_negative, merge_stack
 from fednorm.halves.prepared_phase import CARRIED, PreparedPhase, Source, source_of
 from fednorm.halves.site import Sites
@@ -77,7 +79,7 @@ class PhaseProgram:
     def __init__(
         self, sites: Sites, phase: PreparedPhase, common: Tree, layouts: Mapping[str, RowMatrix], batches: Batches,
         *, numbers: Sequence[str], runs: int, clients: int, steps: int, batch_size: int, log_rows: int,
-        memory: frozenset[str], keep: bool,
+        memory: frozenset[str], keep: bool, way: Way = Way.FUSED,
     ) -> None:  # fmt: skip
         self.sites, self.phase = sites, phase
         (self._pass,) = phase.passes
@@ -86,7 +88,7 @@ class PhaseProgram:
         self.schema = phase.schema
         self.numbers = numbers
         self.turn = 0
-        self.memory, self.keep = memory, keep
+        self.memory, self.keep, self.way = memory, keep, way
         self.remembered: Tree = {}
         self._copied: tuple[int, LogCopy] | None = None
         self._common, self._layouts = common, layouts
@@ -109,7 +111,7 @@ class PhaseProgram:
         for part, flats in self._start_flats(self._state).items():
             self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
         self._own |= named("signed", self._signed())
-        self._gather = Gather(batches, layouts["server"].channels_last)
+        self._gather = Gather(batches, layouts["server"].channels_last and way is Way.FUSED)
         self._programs: dict[str, Program] = {}
         self._graph_memory = torch.cuda.graph_pool_handle() if sites.device.type == "cuda" else None
 
@@ -164,6 +166,7 @@ class PhaseProgram:
     def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]], fused: bool = True) -> None:
         if name not in self._programs:
             started = time.perf_counter()
+            fused = fused and self.way is not Way.PLAIN
             self._programs[name] = Program(function, self._state, fused, self._graph_memory)
             seconds = time.perf_counter() - started
             if seconds > _WORTH_A_LINE:
@@ -255,7 +258,11 @@ class PhaseProgram:
         begun = parts["params"] if anchor is None else self._stacks["params"].unpack(anchor)
         dtype = next(iter(parts["params"].values())).dtype
         own = {name: row.to(dtype) for name, row in zip(self.numbers, numbers, strict=True)}
-        with training_mode(self.sites.prepared.model, self._pass.rule.hold):
+        if self.way is Way.PLAIN:  # filters that lie otherwise would have torch lay out activations so too
+            plain = torch.contiguous_format
+            parts["params"] = {key: value.clone(memory_format=plain) for key, value in parts["params"].items()}
+        model = self.sites.prepared.model
+        with self.way.layers(model), training_mode(model, self._pass.rule.hold), unchanged(model):
             after, seen = self._mapped_step()(Carry(**parts, anchor=begun), Batch(x, y, batch["batch_keys"]), own)
         new: Tree = {}
         for part in CARRIED:

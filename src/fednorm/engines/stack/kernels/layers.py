@@ -17,6 +17,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fednorm.engines.stack.kernels import element_ops, ops
+from fednorm.engines.stack.kernels.swapped import Swapped
 from fednorm.layers.keyed import KeyedDropout, dropped
 
 Pair = tuple[int, int]
@@ -179,11 +180,10 @@ class _MaxPoolGrad(_FirstOrder):
         return element_ops.max_pool_grad(*stacked(info, in_dims, x, dy), side), 0
 
 
-class StackConv2d(nn.Conv2d):
+class StackConv2d(nn.Conv2d, Swapped):
     """A Conv2d whose mapping over clients is one kernel."""
 
     narrow: torch.dtype | None = None
-    dense = False
 
     def forward(self, input: Tensor) -> Tensor:
         x = input if self.narrow is None else input.to(self.narrow)
@@ -193,7 +193,7 @@ class StackConv2d(nn.Conv2d):
         return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, 1, 1)
 
 
-class StackBatchNorm2d(nn.BatchNorm2d):
+class StackBatchNorm2d(nn.BatchNorm2d, Swapped):
     """A BatchNorm2d whose pass over a stack of clients is one kernel, or two."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -208,33 +208,31 @@ class StackBatchNorm2d(nn.BatchNorm2d):
         if mean is None or var is None or counter is None:
             none = torch.zeros_like(scale), torch.ones_like(scale), input.new_zeros((), dtype=torch.int64)
             y, *_ = cast(Any, _Norm.apply(input, scale, shift, *none, True, 0.0, self.eps))
-            return y
+            return y.contiguous() if self.dense else y
         args = input, scale, shift, mean, var, counter
         y, _, _, *moved = cast(Any, _Norm.apply(*args, self.training, self.momentum, self.eps))
         if self.training:
             for kept, new in zip((mean, var, counter), moved, strict=True):
                 kept.copy_(new)
-        return y
+        return y.contiguous() if self.dense else y
 
 
-class StackGlobalPool(nn.AdaptiveAvgPool2d):
+class StackGlobalPool(nn.AdaptiveAvgPool2d, Swapped):
     """A mean over all pixels; torch's own cannot be mapped over channels-last activations without a loop."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input.mean((-2, -1), keepdim=True)
 
 
-class StackMaxPool(nn.MaxPool2d):
+class StackMaxPool(nn.MaxPool2d, Swapped):
     """Maxima of windows side by side, in one pass; which was the largest is found again for the gradient."""
-
-    dense = False
 
     def forward(self, input: Tensor) -> Tensor:
         y: Any = _MaxPool.apply(input, _side(self))
         return y.contiguous() if self.dense else y
 
 
-class StackDropout(KeyedDropout):
+class StackDropout(KeyedDropout, Swapped):
     """A keyed dropout in one pass, forward and backward."""
 
     def forward(self, x: Tensor) -> Tensor:
