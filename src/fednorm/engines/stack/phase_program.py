@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -39,6 +39,13 @@ MOST_IN_ONE = 2
 
 class NotAProgram(Exception):
     """A phase that is more than a function of tensors with a row each; it is played the ordinary way."""
+
+
+def _all_finite(rows: Tensor) -> Tensor:
+    """Whether all numbers of each row are: a sum is if its terms are, and is quicker where it cannot overflow."""
+    if rows.dtype is torch.float64:
+        return rows.isfinite().all(1)
+    return rows.sum(1, dtype=torch.float64).isfinite()
 
 
 def named(prefix: str, flats: Flats) -> Tree:
@@ -321,15 +328,26 @@ class PhaseProgram:
         }
 
     def _health(self, state: Tree, flats: dict[str, Flats]) -> Tensor:
-        """For each client FINE, or what is wrong with its numbers; a sum is finite if its terms are, and is quicker."""
-        floats = [flat for each in flats.values() for flat in each.values() if flat.is_floating_point()]
-        finite = torch.stack([flat.sum(1, dtype=torch.float64).isfinite() for flat in floats]).all(0)
+        """For each client FINE, or what is wrong with the numbers that it would send or keep."""
+        found = [_all_finite(flat) for flat in self._checked(flats)]
+        finite = torch.stack(found).all(0) if found else torch.ones_like(state["num_examples"], dtype=torch.bool)
         health = torch.where(finite, FINE, NOT_FINITE)
         signed = unnamed("signed", state)
         least = [torch.where(mask, 0, flats["state"][name]).amin(1) >= 0 for name, mask in signed.items()]
         if least:
             health = torch.where(finite & ~torch.stack(least).all(0), NEGATIVE, health)
         return health.to(torch.float64)
+
+    def _checked(self, flats: dict[str, Flats]) -> Iterator[Tensor]:
+        """Numbers that go to the server or stay with the clients, as rows: what starts anew next time may be anything."""
+        counts = {*self.phase.shared, *self.phase.kept}
+        for part, each in flats.items():
+            for name, keys in self._stacks[part].keys.items():
+                if each[name].is_floating_point() and counts.issuperset(keys):
+                    yield each[name]
+                elif each[name].is_floating_point():
+                    rows = self._stacks[part].rows(each)
+                    yield from (rows[key] for key in keys if key in counts)
 
     def _signed(self) -> Flats:
         """For the numbers of each type that are not trained, whether they may be negative: variances may not."""

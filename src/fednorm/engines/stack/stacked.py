@@ -116,6 +116,7 @@ class StackTrainer:
         self._whole = whole
         """the same with the run's own model"""
         self._sequential: SequentialEngine | None = None
+        self._restored = False
         self._failed = ""
         """why a stack could not be trained, as long as nothing was said of it"""
         self._tried = False
@@ -157,7 +158,8 @@ class StackTrainer:
     def _fall_back(self, error: Exception) -> None:
         """Go on with torch's own layers where others were in their place, else one client after the other."""
         self._failed = self._failed or first_line(error)
-        if restore(self.sites.prepared.model) and not isinstance(error, ChangesItself):
+        self._restored = bool(restore(self.sites.prepared.model))
+        if self._restored and not isinstance(error, ChangesItself):
             return
         self._say("using sequential")
         restore(self._whole.prepared.model)
@@ -171,6 +173,8 @@ class StackTrainer:
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
     ) -> list[Outcome]:
         start = stack_trees([job.start for job in jobs])
+        if self._restored:  # torch's own layers cannot all be mapped over what lies as kernels read it
+            start = {key: value.clone(memory_format=torch.contiguous_format) for key, value in start.items()}
         carry = phase.passes[0].carry(start)
         losses: list[list[Tensor]] = [[] for _ in jobs]
         probed: list[Tree] = [{} for _ in jobs]
