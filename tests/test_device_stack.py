@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tiny
 from fednorm.core.state import Tree
@@ -129,14 +131,27 @@ def test_steps_move_the_clients_in_place(momentum: float) -> None:
     assert kinds == ({"params", "optimizer"} if momentum else {"params"})
 
 
-def test_old_values_that_are_read_later_are_not_written_over() -> None:
-    """A step that hands on what it read, as a program with probes of its own might."""
-    state = {"w": torch.ones(2, 3), "seen": torch.zeros(2, 3), "lr": torch.full((2,), 0.5)}
+VIEWS = {
+    "itself": lambda w: w,
+    "chunk": lambda w: w.chunk(3, 1)[1],
+    "diagonal": lambda w: w.diagonal(),
+    "unfold": lambda w: w.unfold(1, 2, 1),
+    "as_strided": lambda w: w.as_strided((3,), (1,)),
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["handed on", "read behind the update"])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_old_values_that_are_read_later_are_not_written_over(view: Callable[[Tensor], Tensor], late: bool) -> None:
+    """A step that hands on what it read, or a part of it, as a layer does that keeps a view of its weight."""
+    state = {"w": torch.ones(2, 3), "lr": torch.full((2,), 0.5)}
+    state["seen"] = torch.zeros_like(view(state["w"]))
 
     def step(state: Tree) -> tuple[Tree, Rows]:
         grad, zero = torch.full_like(state["w"], 2.0), torch.zeros_like(state["lr"])
+        part = view(state["w"])
         new, _ = torch.ops.fednorm.sgd(state["w"], [grad], None, state["lr"], zero, zero)
-        return {"w": new, "seen": state["w"] + 0}, {}
+        return {"w": new, "seen": part + 0 if late else part}, {}
 
     program = Program(step, state)
     program()

@@ -68,8 +68,8 @@ class Run:
         )
         if facts:
             self.server.load(facts)
-        self.unsettled: list[tuple[Row, Sequence[Report]]] = []
-        """rounds that were played, whose reports were not looked at yet"""
+        self.unsettled: list[tuple[Row, Sequence[Report], list[Awaited]]] = []
+        """rounds that were played, whose reports, and those of all their exchanges, were not looked at yet"""
         self._uncommitted: list[Row] = []
         self._committed_at = self._settled_at = time.perf_counter()
         if not facts:
@@ -100,6 +100,7 @@ class Run:
     def play(self) -> Asking:
         """The next round: asks for its exchanges and is sent what came of them; then its row waits to be settled."""
         server, number = self.server, self.server.round + 1
+        awaited: list[Awaited] = []
         while server.round < number:
             exchange = server.open()
             if exchange is None:
@@ -110,7 +111,9 @@ class Run:
             else:
                 played = yield Order(exchange, server, self.plan, self.store, self.ranks, self._probing(number))
                 server.note(played.reports, played.probed)
-        self.unsettled.append((cast(Row, {"version": ROW_VERSION, **server.row}), server.reports))
+                if isinstance(played.reports, Awaited):
+                    awaited.append(played.reports)
+        self.unsettled.append((cast(Row, {"version": ROW_VERSION, **server.row}), server.reports, awaited))
 
     def _probing(self, number: int) -> bool:
         """Whether probes look at this round's steps."""
@@ -125,21 +128,21 @@ class Run:
         """Complete the rows of this many rounds with what clients reported, and find out whether all can be used."""
         rounds, self.unsettled = self.unsettled[:count], self.unsettled[count:]
         now = time.perf_counter()
-        for row, reports in rounds:
+        for row, reports, awaited in rounds:
             row["train_loss"] = sum(report.losses["all"] for report in reports) / len(reports)
             row["seconds"] = round((now - self._settled_at) / len(rounds), 6)
-            if isinstance(reports, Awaited):
-                for client, why in reports.flaws().items():
+            for each in awaited:
+                for client, why in each.flaws().items():
                     raise diverged(f"round {row['round']}, client {client}: {why}")
             self._uncommitted.append(row)
         self._settled_at = now
-        return [row for row, _ in rounds]
+        return [row for row, _, _ in rounds]
 
     def send_reports(self) -> None:
         """Let all reports that are still on the device come to the host, behind the rounds under way."""
-        for _, reports in self.unsettled:
-            if isinstance(reports, Awaited):
-                reports.send()
+        for _, _, awaited in self.unsettled:
+            for each in awaited:
+                each.send()
 
     @property
     def is_ahead(self) -> bool:

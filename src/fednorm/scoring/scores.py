@@ -74,7 +74,13 @@ class Scorer:
                 inputs = self.inputs(x[part])
                 if adapt and stop - start > 1:
                     state = adapt(state, inputs)
-                output = functional_call(model, state, (inputs,), tie_weights=self.tied)
+                try:
+                    output = functional_call(model, state, (inputs,), tie_weights=self.tied)
+                except RuntimeError:
+                    # A model that calls `view` on its activations depends on their layout, which is that of its
+                    # filters; any other error comes again.
+                    state = {key: value.clone(memory_format=torch.contiguous_format) for key, value in state.items()}
+                    output = functional_call(model, state, (inputs,), tie_weights=self.tied)
             yield output, y[part]
 
 

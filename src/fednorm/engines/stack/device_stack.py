@@ -23,6 +23,7 @@ from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.phase_program import FINE, LOSSES, NOT_FINITE, LogCopy, PhaseProgram, named, unnamed
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
 from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix
+from fednorm.engines.stack.ways import Ways
 from fednorm.halves.exchange import Exchange
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.site import Sites
@@ -162,6 +163,7 @@ class DeviceStack:
         }
         self.refused: set[PhaseId] = set()
         """phases that could not be made a program; their runs go the ordinary way"""
+        self.ways = Ways(self.sites.prepared.model)
         self.most_at_once = len(runs)
         """runs whose exchange is one program; fewer where all of them did not fit into memory"""
         self.holds_local = bool(self._local)
@@ -269,13 +271,13 @@ class DeviceStack:
     ) -> tuple[Any, AnyProgram]:
         """The program of work of this shape, and its key among all."""
         run, task = min(tasks.items())
-        memory = self._remembered[run]
-        key = (kind, task.phase.id, len(tasks), len(task.clients), steps, size, memory)
+        memory, way = self._remembered[run], self.ways.of(task.phase)
+        key = (kind, way, task.phase.id, len(tasks), len(task.clients), steps, size, memory)
         if key not in self._programs:
             self._programs[key] = kind(
                 self.sites, self.sites.phase(task.phase.id), self._state, self._layouts, self._batches,
                 numbers=list(task.exchange.numbers), runs=len(tasks), memory=memory, clients=len(task.clients),
-                steps=steps, batch_size=size, log_rows=MOST_AWAITED, keep=task.exchange.keeps,
+                steps=steps, batch_size=size, log_rows=MOST_AWAITED, keep=task.exchange.keeps, way=way,
             )  # fmt: skip
         return key, self._programs[key]
 

@@ -17,10 +17,10 @@ Rewrite = tuple[Any, Callable[[Graph, Node], None]]
 """An operator, and what is done about a call of it."""
 _SECRETIVE = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default}
 """Torch's own batch norms move running statistics in place without saying so: beside them copies must stay."""
-_COPIES: tuple[Rewrite, ...] = (
+_COPIES: tuple[Rewrite, ...] = ((_aten.clone.default, copies.drop_clone),)
+_VIEWS: tuple[Rewrite, ...] = (
     (_aten.view.default, copies.allow_any_strides),
     (_aten._unsafe_view.default, copies.allow_any_strides),
-    (_aten.clone.default, copies.drop_clone),
 )
 _REWRITES: tuple[Rewrite, ...] = (
     (_aten.permute.default, copies.drop_idle_permutation),
@@ -64,7 +64,7 @@ def fuse(traced: GraphModule) -> GraphModule:
     secretive = any(node.target in _SECRETIVE for node in traced.graph.nodes)
     if not secretive:
         copies.share_results(traced.graph)
-    for target, rewrite in _REWRITES if secretive else (*_COPIES, *_REWRITES):
+    for target, rewrite in (*_VIEWS, *(() if secretive else _COPIES), *_REWRITES):
         for node in list(traced.graph.nodes):
             if node.target is target:
                 rewrite(traced.graph, node)

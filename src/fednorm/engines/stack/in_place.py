@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_unflatten
 
@@ -13,12 +14,6 @@ from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels import element_ops as element_ops  # makes the operators known to torch
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
-_VIEWS = {
-    operator.getitem, _aten.slice.Tensor, _aten.split_with_sizes.default, _aten.reshape.default, _aten.view.default,
-    _aten.permute.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.select.int, _aten.expand.default,
-    _aten.detach.default, _aten.squeeze.dims, _aten.squeeze.dim, _aten.unbind.int,
-}  # fmt: skip
-"""Operators whose result may be a part of what they were given."""
 
 
 def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
@@ -75,9 +70,17 @@ def _read_after(update: Node, entry: Node) -> bool:
     """Whether an entry, or a part of it, is read behind an update."""
     parts, behind = {entry}, False
     for node in update.graph.nodes:
-        if behind and node.op != "output" and parts.intersection(node.all_input_nodes):
-            return True
-        if node.target in _VIEWS and parts.intersection(node.all_input_nodes):
-            parts.add(node)
+        if parts.intersection(node.all_input_nodes):
+            if behind:
+                return True
+            if _may_be_view(node):
+                parts.add(node)
         behind = behind or node is update
     return False
+
+
+def _may_be_view(node: Node) -> bool:
+    """Whether a result may be a part of what its operator was given, as the operator's schema says."""
+    if isinstance(node.target, OpOverload):
+        return node.target is _aten._unsafe_view.default or any(out.alias_info for out in node.target._schema.returns)
+    return True  # such as operator.getitem, of which no more is known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -18,10 +18,12 @@ from fednorm.core.report import Reports
 from fednorm.core.state import Policy, Tree
 from fednorm.core.step import Batch, Carry, Step, training_mode
 from fednorm.data.batches import Batches
+from fednorm.engines.stack.attributes import unchanged
 from fednorm.engines.stack.gather import Gather
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned
+from fednorm.engines.stack.ways import Way
 from fednorm.halves.merging import cannot_be_negative, merge_stack
 from fednorm.halves.prepared_phase import CARRIED, PreparedPhase, Source, source_of
 from fednorm.halves.site import Sites
@@ -37,6 +39,13 @@ MOST_IN_ONE = 2
 
 class NotAProgram(Exception):
     """A phase that is more than a function of tensors with a row each; it is played the ordinary way."""
+
+
+def _all_finite(rows: Tensor) -> Tensor:
+    """Whether all numbers of each row are: a sum is if its terms are, and is quicker where it cannot overflow."""
+    if rows.dtype is torch.float64:
+        return rows.isfinite().all(1)
+    return rows.sum(1, dtype=torch.float64).isfinite()
 
 
 def named(prefix: str, flats: Flats) -> Tree:
@@ -77,7 +86,7 @@ class PhaseProgram:
     def __init__(
         self, sites: Sites, phase: PreparedPhase, common: Tree, layouts: Mapping[str, RowMatrix], batches: Batches,
         *, numbers: Sequence[str], runs: int, clients: int, steps: int, batch_size: int, log_rows: int,
-        memory: frozenset[str], keep: bool,
+        memory: frozenset[str], keep: bool, way: Way = Way.FUSED,
     ) -> None:  # fmt: skip
         self.sites, self.phase = sites, phase
         (self._pass,) = phase.passes
@@ -86,7 +95,7 @@ class PhaseProgram:
         self.schema = phase.schema
         self.numbers = numbers
         self.turn = 0
-        self.memory, self.keep = memory, keep
+        self.memory, self.keep, self.way = memory, keep, way
         self.remembered: Tree = {}
         self._copied: tuple[int, LogCopy] | None = None
         self._common, self._layouts = common, layouts
@@ -109,7 +118,7 @@ class PhaseProgram:
         for part, flats in self._start_flats(self._state).items():
             self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
         self._own |= named("signed", self._signed())
-        self._gather = Gather(batches, layouts["server"].channels_last)
+        self._gather = Gather(batches, layouts["server"].channels_last and way is Way.FUSED)
         self._programs: dict[str, Program] = {}
         self._graph_memory = torch.cuda.graph_pool_handle() if sites.device.type == "cuda" else None
 
@@ -164,6 +173,7 @@ class PhaseProgram:
     def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]], fused: bool = True) -> None:
         if name not in self._programs:
             started = time.perf_counter()
+            fused = fused and self.way is not Way.PLAIN
             self._programs[name] = Program(function, self._state, fused, self._graph_memory)
             seconds = time.perf_counter() - started
             if seconds > _WORTH_A_LINE:
@@ -255,7 +265,11 @@ class PhaseProgram:
         begun = parts["params"] if anchor is None else self._stacks["params"].unpack(anchor)
         dtype = next(iter(parts["params"].values())).dtype
         own = {name: row.to(dtype) for name, row in zip(self.numbers, numbers, strict=True)}
-        with training_mode(self.sites.prepared.model, self._pass.rule.hold):
+        if self.way is Way.PLAIN:  # filters that lie otherwise would have torch lay out activations so too
+            plain = torch.contiguous_format
+            parts["params"] = {key: value.clone(memory_format=plain) for key, value in parts["params"].items()}
+        model = self.sites.prepared.model
+        with self.way.layers(model), training_mode(model, self._pass.rule.hold), unchanged(model):
             after, seen = self._mapped_step()(Carry(**parts, anchor=begun), Batch(x, y, batch["batch_keys"]), own)
         new: Tree = {}
         for part in CARRIED:
@@ -314,15 +328,26 @@ class PhaseProgram:
         }
 
     def _health(self, state: Tree, flats: dict[str, Flats]) -> Tensor:
-        """For each client FINE, or what is wrong with its numbers; a sum is finite if its terms are, and is quicker."""
-        floats = [flat for each in flats.values() for flat in each.values() if flat.is_floating_point()]
-        finite = torch.stack([flat.sum(1, dtype=torch.float64).isfinite() for flat in floats]).all(0)
+        """For each client FINE, or what is wrong with the numbers that it would send or keep."""
+        found = [_all_finite(flat) for flat in self._checked(flats)]
+        finite = torch.stack(found).all(0) if found else torch.ones_like(state["num_examples"], dtype=torch.bool)
         health = torch.where(finite, FINE, NOT_FINITE)
         signed = unnamed("signed", state)
         least = [torch.where(mask, 0, flats["state"][name]).amin(1) >= 0 for name, mask in signed.items()]
         if least:
             health = torch.where(finite & ~torch.stack(least).all(0), NEGATIVE, health)
         return health.to(torch.float64)
+
+    def _checked(self, flats: dict[str, Flats]) -> Iterator[Tensor]:
+        """Numbers that go to the server or stay with the clients, as rows: what starts anew next time may be anything."""
+        counts = {*self.phase.shared, *self.phase.kept}
+        for part, each in flats.items():
+            for name, keys in self._stacks[part].keys.items():
+                if each[name].is_floating_point() and counts.issuperset(keys):
+                    yield each[name]
+                elif each[name].is_floating_point():
+                    rows = self._stacks[part].rows(each)
+                    yield from (rows[key] for key in keys if key in counts)
 
     def _signed(self) -> Flats:
         """For the numbers of each type that are not trained, whether they may be negative: variances may not."""

@@ -73,7 +73,7 @@ class Program:
 def compile_kernels(traced: GraphModule) -> None:
     """Let the kernels of a graph be compiled side by side, by calling each operator once on zeros.
 
-    A kernel that cannot be made like this is made, or complains, when the graph runs.
+    A kernel that cannot be made like this is made, or complains, when the graph runs; Triton's errors are of many types.
     """
     calls = {}
     for node in traced.graph.nodes:
@@ -82,7 +82,7 @@ def compile_kernels(traced: GraphModule) -> None:
             calls[repr((node.target, specs))] = node.target, specs
 
     def call(target: Any, specs: Any) -> None:
-        with suppress(RuntimeError, TypeError, NotImplementedError):
+        with suppress(Exception):
             args, kwargs = tree_map_only(TensorSpec, TensorSpec.zeros, specs)
             target(*args, **kwargs)
 
@@ -118,8 +118,11 @@ def _spec_of(node: Node) -> TensorSpec | None:
 @torch.no_grad()
 def put(state: Tree, new: Tree, rows: Rows) -> None:
     """Write new values over old ones: rows first, since their index may be an old value."""
+    moved = {key: value for key, value in new.items() if value is not state[key]}  # the others are there already
+    written = {state[key].untyped_storage().data_ptr() for key in (*moved, *rows)}
+    # A part of an old value would change before it is read.
+    moved = {key: v.clone() if v.untyped_storage().data_ptr() in written else v for key, v in moved.items()}
     for key, (index, values) in rows.items():
         state[key].index_copy_(0, index, values)
-    moved = {key: value for key, value in new.items() if value is not state[key]}  # the others are there already
     if moved:
         torch._foreach_copy_([state[key] for key in moved], list(moved.values()))  # pyright: ignore[reportPrivateImportUsage]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import torch
 from fednorm.core.state import Policy, Tree
 from fednorm.data.batches import UNION
 from fednorm.engines.base import ClientStates, Order, Played, attempt
+from fednorm.engines.stack.attributes import ChangesItself
 from fednorm.engines.stack.device_stack import (
     DEVICES,
     MOST_LOCAL_BYTES,
@@ -22,7 +22,7 @@ from fednorm.engines.stack.device_stack import (
     entries_with,
 )
 from fednorm.engines.stack.phase_program import NotAProgram
-from fednorm.errors import FednormError, first_line
+from fednorm.errors import FednormError
 from fednorm.halves.mine import ClientState
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.site import Sites
@@ -177,7 +177,8 @@ def _exchange_in_parts(stack: DeviceStack, turns: Sequence[_Turn], work: Work) -
 
 
 def _exchange_at_once(stack: DeviceStack, turns: Sequence[_Turn], work: Work) -> list[LateReports | None]:
-    """The exchange of some runs; empty where they do not fit into memory together, which the stack remembers."""
+    """The exchange of some runs; empty where it is to be tried again: with fewer at once, which the stack remembers
+    where they do not fit into memory together, or by the next way."""
     for turn in turns:
         turn.slot.fetch(turn.order.states, turn.task.clients)
     try:
@@ -186,20 +187,18 @@ def _exchange_at_once(stack: DeviceStack, turns: Sequence[_Turn], work: Work) ->
             reports = stack.exchange_ragged(turn.slot.run, turn.task)
         else:
             reports = stack.exchange({turn.slot.run: turn.task for turn in turns}, work.steps, work.size)
-    except (RuntimeError, NotImplementedError, NotAProgram) as error:  # nothing lasting has changed yet
-        if isinstance(error, FednormError):
-            raise
+    except FednormError:
+        raise
+    except Exception as error:  # of tracing, compiling, capturing or the model; nothing lasting has changed yet
+        phase = turns[0].task.phase
         if isinstance(error, torch.OutOfMemoryError) and len(turns) > 1:
             stack.most_at_once = (len(turns) + 1) // 2
             return []
-        stack.refused.add(turns[0].task.phase.id)
-        if not isinstance(error, NotAProgram):
-            why = first_line(error)
-            print(
-                f"stacked engine: rounds cannot stay on the device ({why}); clients are stacked step by step",
-                file=sys.stderr,
-            )
+        if not isinstance(error, NotAProgram | ChangesItself) and stack.ways.next(phase, error):
+            return []
+        stack.refused.add(phase.id)
         return [None] * len(turns)
+    stack.ways.works(turns[0].task.phase)
     for turn in turns:
         turn.slot.note(turn.task)
     return [reports[turn.slot.run] for turn in turns]

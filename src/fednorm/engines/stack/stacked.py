@@ -27,9 +27,11 @@ from fednorm.engines.base import (
     stack_trees,
 )
 from fednorm.engines.sequential import SequentialEngine
+from fednorm.engines.stack.attributes import ChangesItself, unchanged
 from fednorm.engines.stack.device_stack import DeviceStack
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
+from fednorm.engines.stack.kernels.swapped import restore
 from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device
 from fednorm.errors import FednormError, first_line
 from fednorm.halves.exchange import Held, Holder
@@ -54,7 +56,7 @@ class StackedEngine:
         if kernels:
             for sites in own:
                 use_kernels(sites.prepared.model, narrow)
-        self._trainers = {id(sites): StackTrainer(mine) for sites, mine in zip(runs, own, strict=True)}
+        self._trainers = {id(sites): StackTrainer(mine, sites) for sites, mine in zip(runs, own, strict=True)}
         self._runs = {id(sites): number for number, sites in enumerate(runs)}
         self._stack = DeviceStack(own) if stays and all(map(can_stay, runs)) else None
         if self._stack and len(runs) > 1:
@@ -109,9 +111,16 @@ class StackedEngine:
 class StackTrainer:
     """Trains clients of one run in stacks, step by step."""
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: Sites, whole: Sites) -> None:
         self.sites = sites
+        self._whole = whole
+        """the same with the run's own model"""
         self._sequential: SequentialEngine | None = None
+        self._restored = False
+        self._failed = ""
+        """why a stack could not be trained, as long as nothing was said of it"""
+        self._tried = False
+        """whether a step has shown that the model changes nothing but its state"""
         self._most = sys.maxsize
 
     @property
@@ -135,24 +144,37 @@ class StackTrainer:
                 torch.cuda.empty_cache()
                 self._most = len(part) // 2
                 continue
-            except (RuntimeError, NotImplementedError) as error:
-                if isinstance(error, FednormError):
-                    raise
+            except FednormError:
+                raise
+            except Exception as error:  # of the mapping, of a kernel, or of the model itself, which then comes again
                 self._fall_back(error)
                 yield from self.train(phase, numbers, waiting, probing)
                 return
+            if self._failed:
+                self._say("using torch's own layers")
             waiting = waiting[len(part) :]
             yield from done
 
     def _fall_back(self, error: Exception) -> None:
-        why = first_line(error)
-        print(f"stacked engine: the model cannot be mapped over clients ({why}); using sequential", file=sys.stderr)
-        self._sequential = SequentialEngine(self.sites)
+        """Go on with torch's own layers where others were in their place, else one client after the other."""
+        self._failed = self._failed or first_line(error)
+        self._restored = bool(restore(self.sites.prepared.model))
+        if self._restored and not isinstance(error, ChangesItself):
+            return
+        self._say("using sequential")
+        restore(self._whole.prepared.model)
+        self._sequential = SequentialEngine(self._whole)
+
+    def _say(self, how: str) -> None:
+        print(f"stacked engine: the model cannot be mapped over clients ({self._failed}); {how}", file=sys.stderr)
+        self._failed = ""
 
     def _train_stack(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
     ) -> list[Outcome]:
         start = stack_trees([job.start for job in jobs])
+        if self._restored:  # torch's own layers cannot all be mapped over what lies as kernels read it
+            start = {key: value.clone(memory_format=torch.contiguous_format) for key, value in start.items()}
         carry = phase.passes[0].carry(start)
         losses: list[list[Tensor]] = [[] for _ in jobs]
         probed: list[Tree] = [{} for _ in jobs]
@@ -230,7 +252,12 @@ class StackTrainer:
         if len(rows) < len(jobs):
             index = torch.tensor(rows, device=batch.x.device)
             carry = Carry(*({key: value[index] for key, value in tree.items()} for tree in carry))
-        return step(carry, batch, numbers)
+        if self._tried:
+            return step(carry, batch, numbers)
+        with unchanged(self.sites.prepared.model):
+            done = step(carry, batch, numbers)
+        self._tried = True
+        return done
 
 
 def _put_back(stack: Carry, new: Carry, rows: list[int], count: int) -> Carry:

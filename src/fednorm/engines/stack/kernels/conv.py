@@ -63,7 +63,7 @@ def _conv_kernel(
     either direction: HALVED takes the pixels of even and odd rows and columns apart, each with the taps it meets.
     """
     tile = tl.program_id(0)
-    client = tl.program_id(1)
+    client = tl.program_id(1).to(tl.int64)
     total = batch * out_height * out_width
     if HALVED:
         kind = tile // (tiles // 4)
@@ -81,10 +81,10 @@ def _conv_kernel(
         column = pixel % out_width
         row = (pixel // out_width) % out_height
         image = pixel // (out_width * out_height)
-        turns = KH * KW * IN
+        first_h, first_w, taps_w, turns = 0, 0, KW, KH * KW * IN
     outs = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    x_base = x_ptr + client.to(tl.int64) * (batch * in_height * in_width * IN)
-    w_base = w_ptr + client.to(tl.int64) * w_stride
+    x_base = x_ptr + client * (batch * in_height * in_width * IN)
+    w_base = w_ptr + client * w_stride
     acc = tl.zeros((PIXELS, BLOCK_OUT), dtype=tl.float32)
     for start in range(0, turns, TERMS):
         term = start + tl.arange(0, TERMS)
@@ -116,10 +116,10 @@ def _conv_kernel(
         else:
             w = tl.load(w_base + w_at, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :], other=0.0)
         acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
-    y_at = client.to(tl.int64) * (total * OUT) + pixel[:, None] * OUT + outs[None, :]
+    y_at = client * (total * OUT) + pixel[:, None] * OUT + outs[None, :]
     inside = (pixel < total)[:, None] & (outs < OUT)[None, :]
     if BIAS:
-        acc += tl.load(bias_ptr + client.to(tl.int64) * bias_stride + outs, mask=outs < OUT, other=0.0)[None, :]
+        acc += tl.load(bias_ptr + client * bias_stride + outs, mask=outs < OUT, other=0.0)[None, :]
     if ADD:
         acc += tl.load(add_ptr + y_at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
@@ -144,13 +144,13 @@ def _weight_kernel(
 ):  # fmt: skip
     """A share of the pixels' part of the gradient of some taps and channels: x^T dy."""
     split = tl.program_id(0)
-    client = tl.program_id(1)
+    client = tl.program_id(1).to(tl.int64)
     out_blocks: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     outs = (tl.program_id(2) % out_blocks) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     term = (tl.program_id(2) // out_blocks) * TERMS + tl.arange(0, TERMS)
     total = batch * out_height * out_width
-    x_base = x_ptr + client.to(tl.int64) * (batch * in_height * in_width * IN)
-    dy_base = dy_ptr + client.to(tl.int64) * (total * OUT)
+    x_base = x_ptr + client * (batch * in_height * in_width * IN)
+    dy_base = dy_ptr + client * (total * OUT)
     acc = tl.zeros((TERMS, BLOCK_OUT), dtype=tl.float32)
     for turn in range(TURNS):
         pixel = (split * TURNS + turn) * PIXELS + tl.arange(0, PIXELS)
@@ -173,7 +173,7 @@ def _weight_kernel(
         dy_mask = (pixel < total)[:, None] & (outs < OUT)[None, :]
         dy = tl.load(dy_base + pixel[:, None] * OUT + outs[None, :], mask=dy_mask, other=0.0)
         acc = tl.dot(tl.trans(x), dy, acc, input_precision=PRECISION)
-    base = (split * clients + client).to(tl.int64) * (OUT * IN * KH * KW)
+    base = (split * clients + client) * (OUT * IN * KH * KW)
     out_at = outs[None, :] * (KH * KW * IN) + term[:, None]
     tl.store(part_ptr + base + out_at, acc, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :])
 

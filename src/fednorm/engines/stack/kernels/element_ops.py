@@ -129,7 +129,7 @@ def relu_bias_grad(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
         dx, sums = run_relu_grad(channels_last(dy), channels_last(y))
         return channels_second(dx), sums.to(y.dtype)
-    dx = torch.where(y > 0, dy, 0)
+    dx = torch.where(y <= 0, 0, dy)
     return channels_second(channels_last(dx)), dx.sum((1, 3, 4))
 
 

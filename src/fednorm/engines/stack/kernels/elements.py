@@ -135,9 +135,9 @@ def _relu_grad_kernel(
 ):
     channel, mask, at = tile_of_program(rows, CHANNELS, ROWS, BLOCK)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0)
-    dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0) > 0, dy, 0.0).to(out_ptr.dtype.element_ty)
+    dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0) <= 0, 0.0, dy).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, dy, mask=mask)
-    part = part_ptr + (tl.program_id(1) * chunks + tl.program_id(0)) * CHANNELS + channel
+    part = part_ptr + (tl.program_id(1).to(tl.int64) * chunks + tl.program_id(0)) * CHANNELS + channel
     tl.store(part, tl.sum(dy.to(tl.float32), 0), mask=channel < CHANNELS)
 
 

@@ -15,7 +15,7 @@ from fednorm.core.optim import SGD, Factors, Keys, Optimizer, buffer_key
 from fednorm.core.reductions import Cohort
 from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels import element_ops
-from fednorm.engines.stack.kernels.layers import stacked
+from fednorm.engines.stack.kernels.mapped import stacked
 
 if TYPE_CHECKING:
     from fednorm.core.method import Numbers
@@ -56,7 +56,7 @@ class _Fold(_OverStack):
 
 def on_stack(optimizer: Optimizer) -> Optimizer:
     """The optimizer with its update of a vector as one operator over the stack, where there is one."""
-    return replace(optimizer, update=_sgd_of_vectors) if optimizer.name == SGD.name else optimizer
+    return replace(optimizer, update=_sgd_of_vectors) if optimizer.update is SGD.update else optimizer
 
 
 def _sgd_of_vectors(

@@ -1,10 +1,7 @@
-"""Layers whose mapping over clients (`torch.vmap`) is one operator of `kernels.ops` or `kernels.element_ops`.
+"""Layers whose mapping over clients (`torch.vmap`) is one operator of a stack; elsewhere they are torch's own."""
 
-Outside a mapping they are torch's own.
-"""
-
-# The vmap rules name their arguments, where torch's base class has *args; applying a Function has no useful type.
-# pyright: reportIncompatibleMethodOverride=false, reportGeneralTypeIssues=false, reportReturnType=false
+# Applying a Function has no useful type.
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
 
@@ -12,341 +9,126 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fednorm.engines.stack.kernels import element_ops, layer_ops, ops
-from fednorm.layers.keyed import KeyedDropout, dropped
+from fednorm.engines.stack.kernels import mapped, ops
+from fednorm.engines.stack.kernels.swapped import Swapped
+from fednorm.layers.keyed import KeyedDropout
 
-Pair = tuple[int, int]
 WORTH_ROUNDING = 4096
 """Weights of a linear layer from which on a narrow type pays; a small head keeps its own."""
 
 
-def stacked(info: Any, in_dims: tuple[Any, ...], *tensors: Any) -> list[Any]:
-    """Arguments of a vmap rule with the client axis in front, also where they are common to all; None stays."""
-
-    def in_front(tensor: Tensor | None, dim: int | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-    return [in_front(tensor, dim) for tensor, dim in zip(tensors, in_dims, strict=False)]
-
-
-class _FirstOrder(torch.autograd.Function):
-    """An operator that is itself a derivative and has none of its own."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("second derivatives of the stack operators are not available")
-
-
-class _Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, w: Tensor, stride: int, padding: Pair) -> Tensor:
-        return functional.conv2d(x, w.to(x.dtype), None, stride, padding)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, ctx.stride, ctx.padding = inputs
-        ctx.save_for_backward(x, w)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        x, w = ctx.saved_tensors
-        size, kernel = tuple(x.shape[-2:]), tuple(w.shape[-2:])
-        dx = _InputGrad.apply(grads[0], w, size, ctx.stride, ctx.padding) if ctx.needs_input_grad[0] else None
-        return dx, _WeightGrad.apply(x, grads[0], kernel, ctx.stride, ctx.padding), None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, w: Tensor, stride: int, padding: Pair) -> Any:
-        return ops.conv(*stacked(info, in_dims, x, w), stride, list(padding)), 0
-
-
-class _InputGrad(_FirstOrder):
-    @staticmethod
-    def forward(dy: Tensor, w: Tensor, size: Pair, stride: int, padding: Pair) -> Tensor:
-        shape = (dy.shape[0], w.shape[1], *size)
-        return conv2d_input(shape, w.to(dy.dtype), dy, stride, cast(int, padding))
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], dy: Tensor, w: Tensor, size: Pair, stride: int, padding: Pair) -> Any:
-        return ops.conv_input_grad(*stacked(info, dims, dy, w), list(size), stride, list(padding)), 0
-
-
-class _WeightGrad(_FirstOrder):
-    @staticmethod
-    def forward(x: Tensor, dy: Tensor, kernel: Pair, stride: int, padding: Pair) -> Tensor:
-        shape = (dy.shape[1], x.shape[1], *kernel)
-        return conv2d_weight(x, shape, dy, stride, cast(int, padding)).to(ops.master_type(x))
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, dy: Tensor, kernel: Pair, stride: int, padding: Pair) -> Any:
-        return ops.conv_weight_grad(*stacked(info, dims, x, dy), list(kernel), stride, list(padding)), 0
-
-
-class _Norm(torch.autograd.Function):
-    """y, mean and biased variance, and the moved running statistics; only y has a gradient."""
-
-    @staticmethod
-    def forward(
-        x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, var: Tensor, counter: Tensor,
-        training: bool, rate: float, eps: float,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        each = (t.unsqueeze(0) for t in (x, gamma, beta, mean, var, counter))
-        return tuple(out.squeeze(0) for out in ops.norm(*each, training, rate, eps))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, gamma, *_, ctx.training, _, ctx.eps = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(x, gamma, *output[1:3])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, gamma, mean, var = ctx.saved_tensors
-        return (*_NormGrad.apply(x, grads[0], mean, var, gamma, ctx.training, ctx.eps), *(None,) * 6)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return ops.norm(*stacked(info, in_dims, *args[:6]), *args[6:]), (0,) * 6
-
-
-class _NormGrad(_FirstOrder):
-    @staticmethod
-    def forward(
-        x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, training: bool, eps: float
-    ) -> tuple[Tensor, ...]:
-        each = (t.unsqueeze(0) for t in (x, dy, mean, var, gamma))
-        return tuple(out.squeeze(0) for out in ops.norm_grad(*each, training, eps)[:3])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return ops.norm_grad(*stacked(info, in_dims, *args[:5]), *args[5:])[:3], (0,) * 3
-
-
-class _GroupNorm(torch.autograd.Function):
-    """y, and the mean and inverse deviation of each channel of an image; only y has a gradient."""
-
-    @staticmethod
-    def forward(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, eps: float) -> tuple[Tensor, ...]:
-        each = (t.unsqueeze(0) for t in (x, gamma, beta))
-        return tuple(out.squeeze(0) for out in layer_ops.group_norm(*each, groups, eps))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, gamma, _, ctx.groups, _ = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(x, gamma, *output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, gamma, mean, inverse = ctx.saved_tensors
-        return (*_GroupNormGrad.apply(x, grads[0], mean, inverse, gamma, ctx.groups), None, None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return layer_ops.group_norm(*stacked(info, in_dims, *args[:3]), *args[3:]), (0,) * 3
-
-
-class _GroupNormGrad(_FirstOrder):
-    @staticmethod
-    def forward(x: Tensor, dy: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, groups: int) -> tuple[Tensor, ...]:
-        each = (t.unsqueeze(0) for t in (x, dy, mean, inverse, gamma))
-        return tuple(out.squeeze(0) for out in layer_ops.group_norm_grad(*each, groups)[:3])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return layer_ops.group_norm_grad(*stacked(info, in_dims, *args[:5]), args[5])[:3], (0,) * 3
-
-
-class _Linear(torch.autograd.Function):
-    """x (row, in) times weights (out, in)."""
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        return functional.linear(x, w.to(x.dtype))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor]:
-        x, w = ctx.saved_tensors
-        dx = _LinearInputGrad.apply(grads[0], w) if ctx.needs_input_grad[0] else None
-        return dx, _LinearWeightGrad.apply(x, grads[0])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> Any:
-        return layer_ops.linear(*stacked(info, in_dims, *args)), 0
-
-
-class _LinearInputGrad(_FirstOrder):
-    @staticmethod
-    def forward(dy: Tensor, w: Tensor) -> Tensor:
-        return dy @ w.to(dy.dtype)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> Any:
-        return layer_ops.linear_input_grad(*stacked(info, in_dims, *args)), 0
-
-
-class _LinearWeightGrad(_FirstOrder):
-    @staticmethod
-    def forward(x: Tensor, dy: Tensor) -> Tensor:
-        wide = ops.master_type(x)
-        return dy.mT.to(wide) @ x.to(wide)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Tensor) -> Any:
-        return layer_ops.linear_weight_grad(*stacked(info, in_dims, *args)), 0
-
-
-class _Dropout(torch.autograd.Function):
-    """Linear in x, so its gradient is the same operator on the gradient behind it: no mask is kept."""
-
-    @staticmethod
-    def forward(x: Tensor, key: Tensor, p: float) -> Tensor:
-        return dropped(x, key, p, x.shape)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, key, ctx.p = inputs
-        ctx.save_for_backward(key)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Dropout.apply(grads[0], *ctx.saved_tensors, ctx.p), None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, key: Tensor, p: float) -> Any:
-        return element_ops.dropout(*stacked(info, in_dims, x, key), p), 0
-
-
-class _MaxPool(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, side: int) -> Tensor:
-        return functional.max_pool2d(x, side)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.side = inputs
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _MaxPoolGrad.apply(*ctx.saved_tensors, grads[0], ctx.side), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, side: int) -> Any:
-        return element_ops.max_pool(*stacked(info, in_dims, x), side), 0
-
-
-class _MaxPoolGrad(_FirstOrder):
-    @staticmethod
-    def forward(x: Tensor, dy: Tensor, side: int) -> Tensor:
-        return element_ops.max_pool_grad(x.unsqueeze(0), dy.unsqueeze(0), side).squeeze(0)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, dy: Tensor, side: int) -> Any:
-        return element_ops.max_pool_grad(*stacked(info, in_dims, x, dy), side), 0
-
-
-class StackConv2d(nn.Conv2d):
+class StackConv2d(nn.Conv2d, Swapped):
     """A Conv2d whose mapping over clients is one kernel."""
 
     narrow: torch.dtype | None = None
-    dense = False
 
     def forward(self, input: Tensor) -> Tensor:
         x = input if self.narrow is None else input.to(self.narrow)
-        y: Any = _Conv.apply(x, self.weight, self.stride[0], tuple(self.padding))
+        y: Any = mapped.Conv.apply(x, self.weight, self.stride[0], tuple(self.padding))
         if self.dense:
             y = y.contiguous()
         return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, 1, 1)
 
 
-class StackBatchNorm2d(nn.BatchNorm2d):
+class StackBatchNorm2d(nn.BatchNorm2d, Swapped):
     """A BatchNorm2d whose pass over a stack of clients is one kernel, or two."""
 
     def forward(self, input: Tensor) -> Tensor:
-        mean, var, counter = self.running_mean, self.running_var, self.num_batches_tracked
-        # Models that are only tested are not mapped; there torch's own is faster.
-        tested = not self.training and not torch.is_grad_enabled()
-        if tested or mean is None or var is None or counter is None or self.weight is None or self.momentum is None:
+        return _batch_norm(self, input) if _fits(self) else super().forward(input)
+
+
+class StackBatchNorm1d(nn.BatchNorm1d, Swapped):
+    """A BatchNorm1d of vectors, which are images of one pixel, or of sequences, which are one pixel high."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not _fits(self):
             return super().forward(input)
-        args = input, self.weight, self.bias, mean, var, counter
-        y, _, _, *moved = cast(Any, _Norm.apply(*args, self.training, self.momentum, self.eps))
-        if self.training:
-            for kept, new in zip((mean, var, counter), moved, strict=True):
-                kept.copy_(new)
-        return y
+        images = input.reshape(*input.shape, *(1,) * (4 - input.dim()))
+        return _batch_norm(self, images).reshape(input.shape)
 
 
-class StackGroupNorm(nn.GroupNorm):
+def _fits(norm: _BatchNorm) -> bool:
+    """Whether a stack operator does what this norm does now."""
+    # Models that are only tested are not mapped; there torch's own is faster.
+    tested = not norm.training and not torch.is_grad_enabled()
+    return not tested and (norm.running_mean is None or norm.momentum is not None)
+
+
+def _batch_norm(norm: _BatchNorm, images: Tensor) -> Tensor:
+    mean, var, counter = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    wide = ops.master_type(images)
+    scale = images.new_ones(norm.num_features, dtype=wide) if norm.weight is None else norm.weight
+    shift = torch.zeros_like(scale) if norm.bias is None else norm.bias
+    dense = cast(Swapped, norm).dense
+    if mean is None or var is None or counter is None:
+        none = torch.zeros_like(scale), torch.ones_like(scale), images.new_zeros((), dtype=torch.int64)
+        y, *_ = cast(Any, mapped.Norm.apply(images, scale, shift, *none, True, 0.0, norm.eps))
+        return y.contiguous() if dense else y
+    args = images, scale, shift, mean, var, counter
+    y, _, _, *moved = cast(Any, mapped.Norm.apply(*args, norm.training, norm.momentum, norm.eps))
+    if norm.training:
+        for kept, new in zip((mean, var, counter), moved, strict=True):
+            kept.copy_(new)
+    return y.contiguous() if dense else y
+
+
+class StackGroupNorm(nn.GroupNorm, Swapped):
     """A GroupNorm of images whose pass over a stack of clients is one kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
         tested = not self.training and not torch.is_grad_enabled()
         if tested or input.dim() != 4 or self.weight is None:
             return super().forward(input if input.dim() == 4 else input.to(self.weight.dtype))
-        y: Any = _GroupNorm.apply(input, self.weight, self.bias, self.num_groups, self.eps)[0]
-        return y
+        y: Any = mapped.GroupNorm.apply(input, self.weight, self.bias, self.num_groups, self.eps)[0]
+        return y.contiguous() if self.dense else y
 
 
-class StackLinear(nn.Linear):
+class StackLinear(nn.Linear, Swapped):
     """A Linear in a narrow type: a product of a stack reads weights that were rounded once for all layers."""
 
     narrow = torch.bfloat16
 
     def forward(self, input: Tensor) -> Tensor:
         x = input.to(self.narrow)
-        y: Any = _Linear.apply(x.reshape(-1, x.shape[-1]), self.weight).reshape(*x.shape[:-1], self.out_features)
+        y: Any = mapped.Linear.apply(x.reshape(-1, x.shape[-1]), self.weight).reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class StackGlobalPool(nn.AdaptiveAvgPool2d):
+class StackGlobalPool(nn.AdaptiveAvgPool2d, Swapped):
     """A mean over all pixels; torch's own cannot be mapped over channels-last activations without a loop."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input.mean((-2, -1), keepdim=True)
 
 
-class StackMaxPool(nn.MaxPool2d):
+class StackMaxPool(nn.MaxPool2d, Swapped):
     """Maxima of windows side by side, in one pass; which was the largest is found again for the gradient."""
 
-    dense = False
-
     def forward(self, input: Tensor) -> Tensor:
-        y: Any = _MaxPool.apply(input, _side(self))
+        y: Any = mapped.MaxPool.apply(input, _side(self))
         return y.contiguous() if self.dense else y
 
 
-class StackDropout(KeyedDropout):
+class StackDropout(KeyedDropout, Swapped):
     """A keyed dropout in one pass, forward and backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p in (0, 1):
             return super().forward(x)
-        return _Dropout.apply(x, self.next_key(), self.p)
+        return mapped.Dropout.apply(x, self.next_key(), self.p)
 
 
 def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
-    """Let plain convolutions, batch norms, poolings and dropouts run as stack operators; returns how many changed.
+    """Let plain layers of the types above run as stack operators; returns how many changed.
 
     Only exact types change: a subclass may compute something else. Tensors and keys stay. With `narrow` (bfloat16)
-    convolutions round their inputs and hand on what is narrow; every other layer with parameters is given its own
-    type, so any model runs.
+    convolutions and large linear layers round their inputs and hand on what is narrow; every other layer with
+    parameters is given its own type, so any model runs.
     """
     # Torch's own batch norm cannot be mapped over channels-last activations (torch 2.11 to 2.13).
-    dense = any(isinstance(m, _BatchNorm) and type(m) is not nn.BatchNorm2d for m in model.modules())
+    dense = any(isinstance(m, _BatchNorm) and type(m) not in (nn.BatchNorm1d, nn.BatchNorm2d) for m in model.modules())
     changed = 0
     for module in model.modules():
         if type(module) is nn.Conv2d and _plain(module):
@@ -354,6 +136,8 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
             vars(module).update(narrow=narrow, dense=dense)
         elif type(module) is nn.BatchNorm2d:
             module.__class__ = StackBatchNorm2d
+        elif type(module) is nn.BatchNorm1d:
+            module.__class__ = StackBatchNorm1d
         elif type(module) is nn.GroupNorm:
             module.__class__ = StackGroupNorm
         elif type(module) is nn.Linear and narrow is not None and module.weight.numel() >= WORTH_ROUNDING:

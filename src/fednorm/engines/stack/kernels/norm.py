@@ -29,7 +29,7 @@ def tile_of_program(rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.
 @triton.jit(do_not_specialize=["rows", "chunks"])  # one kernel for batches of all sizes
 def _moments_kernel(x_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
-    client = tl.program_id(1)
+    client = tl.program_id(1).to(tl.int64)
     channel, mask, at = tile_of_program(rows, CHANNELS, ROWS, BLOCK)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 0) / tl.minimum(rows - chunk * ROWS, ROWS).to(tl.float32)
@@ -76,7 +76,7 @@ def _normalise_kernel(
     TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
-    client = tl.program_id(1)
+    client = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     cell = client * CHANNELS + channel
@@ -98,13 +98,13 @@ def _normalise_kernel(
             tl.store(new_counter_ptr + client, tl.load(counter_ptr + client * counter_stride) + 1)
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
-    at = (client.to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
+    at = (client * rows + row)[:, None] * CHANNELS + channel[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     y = (x - mean[None, :]) * scale[None, :] + beta[None, :]
     if ADD:
         y += tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        y = tl.maximum(y, 0.0)
+        y = tl.where(y < 0, 0.0, y)  # what is no number stays
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -114,18 +114,18 @@ def _grad_sums_kernel(
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
-    client = tl.program_id(1)
+    client = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     mean = tl.load(mean_ptr + client * CHANNELS + channel, mask=inside, other=0.0)
     var = tl.load(var_ptr + client * CHANNELS + channel, mask=inside, other=1.0)
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
-    at = (client.to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
+    at = (client * rows + row)[:, None] * CHANNELS + channel[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) > 0, dy, 0.0)
+        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) <= 0, 0.0, dy)
     hat = (x - mean[None, :]) * tl.rsqrt(var + eps)[None, :]
     base = part_ptr + (client * chunks + chunk) * (2 * CHANNELS) + channel
     tl.store(base, tl.sum(dy, 0), mask=inside)
@@ -140,7 +140,7 @@ def _input_grad_kernel(
     TRAINING: tl.constexpr, RELU: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
-    client = tl.program_id(1)
+    client = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     cell = client * CHANNELS + channel
@@ -157,10 +157,10 @@ def _input_grad_kernel(
     scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * inverse
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
-    at = (client.to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
+    at = (client * rows + row)[:, None] * CHANNELS + channel[None, :]
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) > 0, dy, 0.0)
+        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) <= 0, 0.0, dy)
     if MASKED:
         tl.store(masked_ptr + at, dy.to(masked_ptr.dtype.element_ty), mask=mask)
     if TRAINING:

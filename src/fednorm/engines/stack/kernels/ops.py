@@ -213,7 +213,7 @@ def norm_grad(
             y=None if y is None else channels_last(y), masked=masked,
         )  # fmt: skip
         return channels_second(dx), dgamma, dbeta, channels_second(through) if masked else through
-    dz = dy if y is None else torch.where(y > 0, dy, 0)
+    dz = dy if y is None else torch.where(y <= 0, 0, dy)
     wide, grad = x.to(gamma.dtype), dz.to(gamma.dtype)
     inverse = (var + eps).rsqrt()
     hat = (wide - _spread(mean)) * _spread(inverse)

@@ -27,13 +27,22 @@ def share_results(graph: Graph) -> None:
 
 def drop_idle_permutation(graph: Graph, node: Node) -> None:
     """Axes that stay where they are, as mappings over clients leave many behind."""
-    source, axes = node.args
-    if list(axes) == sorted(axes):  # type: ignore[arg-type]
-        node.replace_all_uses_with(source)  # type: ignore[arg-type]
+    axes = _axes(node)
+    if axes == sorted(axes):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+
+
+def _axes(permute: Node) -> list[int]:
+    """The axes of a permutation, counted from the front."""
+    axes: Any = permute.args[1]
+    return [axis % len(axes) for axis in axes]
 
 
 def allow_any_strides(graph: Graph, node: Node) -> None:
-    """A view of what was a copy may now be one of its source, whose numbers lie elsewhere."""
+    """A view of what was a copy may now be one of its source, whose numbers lie elsewhere.
+
+    And what an operator returns may lie otherwise than tracing foresaw. Where there can be a view, there still is one.
+    """
     node.target = _aten.reshape.default
 
 
@@ -72,7 +81,7 @@ def drop_rejoining(graph: Graph, cat: Node) -> None:
 
 def _columns(graph: Graph, cat: Node, split: Node, first: int, last: int) -> Node:
     """The columns of a split matrix from one of its pieces to another, in the shape they have when joined."""
-    source, sizes, dim = cast(Any, split.args)
+    source, sizes, dim = _split(split)
     start, stop = sum(sizes[:first]), sum(sizes[: last + 1])
     shape = [*cat.meta["val"].shape[:-1], stop - start]
     with graph.inserting_before(cat):
@@ -85,24 +94,31 @@ def _columns(graph: Graph, cat: Node, split: Node, first: int, last: int) -> Nod
     return shaped
 
 
+def _split(split: Node) -> tuple[Node, list[int], int]:
+    """What is split, the sizes of the pieces, and the axis, counted from the front."""
+    source, sizes, *dim = cast(Any, split.args)
+    return source, sizes, (dim[0] if dim else split.kwargs.get("dim", 0)) % source.meta["val"].dim()
+
+
 def _piece(node: Any) -> tuple[Node, int] | None:
     """Which piece of a split this is, seen through views that leave the order of its numbers as it was."""
     turned: Any = None
+    width = node.meta["val"].shape[-1] if isinstance(node, Node) else 0
     while isinstance(node, Node):
         if node.target is _aten.reshape.default or node.target is _aten.view.default:
             if turned is not None:
                 return None
         elif node.target is _aten.permute.default:
-            axes: Any = node.args[1]
+            axes = _axes(node)
             turned = axes if turned is None else [axes[axis] for axis in turned]
             turned = None if list(turned) == sorted(turned) else turned
         elif node.target is operator.getitem and turned is None:
             split, index = cast(Any, node.args)
             if split.target is not _aten.split_with_sizes.default:
                 return None
-            # Pieces along another axis than the last do not lie side by side.
-            source, _, dim = split.args
-            return (split, index) if dim == source.meta["val"].dim() - 1 else None
+            # Pieces along another axis than the last do not lie side by side, nor do rows of them made one long row.
+            source, sizes, dim = _split(split)
+            return (split, index) if dim == source.meta["val"].dim() - 1 and sizes[index] == width else None
         else:
             return None
         node = node.args[0]

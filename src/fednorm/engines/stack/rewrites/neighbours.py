@@ -41,7 +41,9 @@ def take_in_bias_and_relu(graph: Graph, conv: Node) -> None:
     if isinstance(bias, Node) and add:
         clients, _, channels, *_ = shape = tuple(conv.meta["val"].shape)
         value = bias.meta["val"]
-        if tuple(value.shape) == (clients, 1, channels, 1, 1) != shape:
+        # A bias of a wider type widens the sum, which a convolution's own bias does not.
+        same = add.meta["val"].dtype == conv.meta["val"].dtype
+        if same and tuple(value.shape) == (clients, 1, channels, 1, 1) != shape:
             with graph.inserting_before(add):
                 rows = graph.call_function(_aten.reshape.default, (bias, [clients, channels]))
             rows.meta = {"val": value.reshape(clients, channels)}

@@ -1,0 +1,57 @@
+"""Ways to play a phase on the device, best first: one that fails is left for the next, which is slower but may work."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+
+from torch import nn
+
+from fednorm.core.phases import PhaseId
+from fednorm.engines.stack.kernels.swapped import dense, has_swapped, torchs_own
+from fednorm.errors import first_line
+from fednorm.halves.prepared_phase import PreparedPhase
+
+
+class Way(Enum):
+    """How a phase's programs are made; the text is what a user reads of it."""
+
+    FUSED = "traced and fused"
+    DENSE = "activations are copied into torch's layout behind each layer"
+    PLAIN = "torch's own layers are used, and nothing is fused"
+
+    def layers(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The layers of the model as this way has them."""
+        if self is Way.FUSED:
+            return nullcontext()
+        return dense(model) if self is Way.DENSE else torchs_own(model)
+
+
+class Ways:
+    """How each phase of a model is played."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ways = [way for way in Way if way is not Way.DENSE or has_swapped(model)]
+        self._at: dict[PhaseId, int] = {}
+        self._failed: dict[PhaseId, str] = {}
+
+    def of(self, phase: PreparedPhase) -> Way:
+        return self._ways[self._at.get(phase.id, 0)]
+
+    def next(self, phase: PreparedPhase, error: Exception) -> bool:
+        """Leave the way a phase failed by; False where there is no other, which is said in one line."""
+        self._failed.setdefault(phase.id, first_line(error))
+        self._at[phase.id] = self._at.get(phase.id, 0) + 1
+        if self._at[phase.id] < len(self._ways):
+            return True
+        self._say(phase, "rounds cannot stay on the device", "clients are stacked step by step")
+        return False
+
+    def works(self, phase: PreparedPhase) -> None:
+        """A phase was played by its way: one line says if that is not the best one, the first time."""
+        if phase.id in self._failed:
+            self._say(phase, f"'{phase.phase.name}' takes longer than it could", self.of(phase).value)
+
+    def _say(self, phase: PreparedPhase, what: str, how: str) -> None:
+        print(f"stacked engine: {what} ({self._failed.pop(phase.id)}); {how}", file=sys.stderr)
