@@ -12,7 +12,7 @@ from torch.nn import functional, grad
 from fednorm.core import rng
 from fednorm.data.augment import apply, draws, parse, sizes
 from fednorm.engines.stack.gather import _CODES
-from fednorm.engines.stack.kernels import conv, elements, norm
+from fednorm.engines.stack.kernels import conv, elements, group_norm, norm
 from fednorm.engines.stack.kernels.images import take_images
 from fednorm.engines.stack.kernels.ops import channels_last, channels_second
 from fednorm.engines.stack.kernels.tiles import conv_tile
@@ -88,6 +88,26 @@ def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool) -> N
         *grads, masked = norm.run_norm_grad(
             x.detach(), dy, got_mean, got_var, apart(gamma), training=training, eps=1e-5, y=got, masked=True
         )
+        for left, right in zip(grads, wanted, strict=True):
+            close(left, right, 1e-3)
+        close(masked, dy * (got > 0))
+
+
+def check_group_norm(channels: int, groups: int, size: int) -> None:
+    """A group norm with what a residual block adds and a ReLU, forward and backward."""
+    x = torch.randn(2, 3, size, size, channels, device=DEVICE, requires_grad=True)
+    gamma, beta = (torch.rand(2, channels, device=DEVICE).requires_grad_() for _ in range(2))
+    extra = torch.randn_like(x)
+    each = zip(channels_second(x), gamma, beta, strict=True)
+    y = channels_last(torch.stack([functional.group_norm(image, groups, g, b) for image, g, b in each]))
+    y = torch.relu(y + extra)
+    dy = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, (x, gamma, beta), dy)
+    with torch.no_grad():
+        rows = apart(gamma)
+        got, mean, inverse = group_norm.run_group_norm(x, rows, apart(beta), groups, 1e-5, addend=extra, relu=True)
+        close(got, y)
+        *grads, masked = group_norm.run_group_norm_grad(x, dy, mean, inverse, rows, groups, y=got, masked=True)
         for left, right in zip(grads, wanted, strict=True):
             close(left, right, 1e-3)
         close(masked, dy * (got > 0))
@@ -177,11 +197,20 @@ def check_sgd(sizes: tuple[int, ...], momentum: bool, in_place: bool) -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    for case in ((3, 16, 1, 1, 3, 8), (16, 32, 2, 1, 3, 8), (70, 20, 1, 1, 3, 4), (16, 32, 2, 0, 1, 8)):
+    for case in (
+        (3, 16, 1, 1, 3, 8),
+        (16, 32, 2, 1, 3, 8),
+        (70, 20, 1, 1, 3, 4),
+        (16, 32, 2, 0, 1, 8),
+        (32, 16, 2, 1, 3, 7),
+    ):
         y, parts = check_conv(*case)
-        for moments in (None, (parts, conv_tile(*case[:2], wide=True).pixels)):
+        pixels = y.numel() // (len(y) * y.shape[-1])
+        for moments in (None, (parts, conv_tile(*case[:2], pixels, wide=True).pixels)):
             check_norm(y, moments, training=True)
         check_norm(y, None, training=False)
+    for case in ((16, 2, 8), (32, 1, 3), (8, 8, 5)):
+        check_group_norm(*case)
     for spec in ("none", "crop(2)+flip", "flip+rotate(20)+crop(1)", "crop(2)+window(8)+rotate(30)"):
         check_images(spec)
     check_dropout((5, 7), 0.5)

@@ -174,7 +174,8 @@ class PhaseProgram:
         if name not in self._programs:
             started = time.perf_counter()
             fused = fused and self.way is not Way.PLAIN
-            self._programs[name] = Program(function, self._state, fused, self._graph_memory)
+            calls = self.sites.work.rounds * (self.steps if name.startswith("step") else 1)
+            self._programs[name] = Program(function, self._state, fused, self._graph_memory, calls)
             seconds = time.perf_counter() - started
             if seconds > _WORTH_A_LINE:
                 what = f"'{self.phase.phase.name}' {name}"

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from fednorm.core.state import Tree
+from fednorm.engines.stack.compiled import compiled, repays
 from fednorm.engines.stack.fusion import fuse, trace
 from fednorm.engines.stack.in_place import write_in_place
 
@@ -30,12 +31,18 @@ class Program:
     """`function` maps a state to new values of some entries, and to rows of others; a call puts them in their places.
 
     It must not look at values, and shapes are those of the state it was made with. Fusing what can be one kernel makes
-    it faster, but takes seconds, most of them for tracing. Programs that never run at once may share `memory`, the
-    pool that a CUDA graph keeps what it needs on its way in.
+    it faster, but takes seconds, most of them for tracing; torch's compiler, for what is then left, takes more, and is
+    asked where this many `calls` repay it. Programs that never run at once may share `memory`, the pool that a CUDA
+    graph keeps what it needs on its way in.
     """
 
     def __init__(
-        self, function: Callable[[Tree], tuple[Tree, Rows]], state: Tree, fused: bool = True, memory: Any = None
+        self,
+        function: Callable[[Tree], tuple[Tree, Rows]],
+        state: Tree,
+        fused: bool = True,
+        memory: Any = None,
+        calls: int = 0,
     ) -> None:
         self._state = state
         self._function: Callable[[Tree], Any] = function
@@ -43,10 +50,13 @@ class Program:
         self._graph: torch.cuda.CUDAGraph | None = None
         on_gpu = next(iter(state.values())).is_cuda
         if fused:
-            self._function = traced = fuse(trace(function, state))
-            self._in_place = write_in_place(traced, state)
+            traced = fuse(trace(function, state))
             if on_gpu:
                 compile_kernels(traced)
+            joined = compiled(traced, state) if on_gpu and repays(traced, calls) else None
+            if joined is None:
+                self._in_place = write_in_place(traced, state)
+            self._function = joined or traced
         if on_gpu:
             self._capture(memory)
 

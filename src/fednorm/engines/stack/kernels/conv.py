@@ -195,7 +195,7 @@ def run_conv(
     outs, ins = (ins, filters) if backward else (filters, ins)
     _, batch, height, width, _ = x.shape
     y = x.new_empty(clients, batch, *size, outs)
-    tile = conv_tile(ins, outs, x.dtype == torch.float32)
+    tile = conv_tile(ins, outs, batch * size[0] * size[1], x.dtype == torch.float32)
     halved = backward and shape.stride == 2 and ins % tile.terms == 0 and size[0] % 2 == size[1] % 2 == 0
     share = 4 if halved else 1
     tiles = share * triton.cdiv(batch * size[0] * size[1] // share, tile.pixels)

@@ -153,4 +153,4 @@ def run_group_norm_grad(
         num_warps=8,
     )  # fmt: skip
     dgamma, dbeta = parts.sum(1).unbind(1)
-    return dx, dgamma, dbeta, through
+    return dx, dgamma, dbeta.contiguous(), through  # an operator's results must not share memory

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from fednorm.engines.stack.kernels import mapped, ops
 from fednorm.engines.stack.kernels.swapped import Swapped
@@ -125,7 +126,7 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
 
     Only exact types change: a subclass may compute something else. Tensors and keys stay. With `narrow` (bfloat16)
     convolutions and large linear layers round their inputs and hand on what is narrow; every other layer with
-    parameters is given its own type, so any model runs.
+    parameters is given its own type, so any model runs, and the model's output is as wide as without.
     """
     # Torch's own batch norm cannot be mapped over channels-last activations (torch 2.11 to 2.13).
     dense = any(isinstance(m, _BatchNorm) and type(m) not in (nn.BatchNorm1d, nn.BatchNorm2d) for m in model.modules())
@@ -155,6 +156,8 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
                 module.register_forward_pre_hook(_widen)
             continue
         changed += 1
+    if narrow is not None:
+        model.register_forward_hook(_widen_output)
     return changed
 
 
@@ -162,6 +165,12 @@ def _widen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give a layer its inputs in the type of its parameters."""
     wide = next(module.parameters(recurse=False)).dtype
     return tuple(a.to(wide) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+
+
+def _widen_output(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """What a model hands to its loss, which sums exponentials, in the type of the master weights."""
+    narrow = (torch.bfloat16, torch.float16)
+    return tree_map_only(Tensor, lambda out: out.float() if out.dtype in narrow else out, output)
 
 
 def _plain(conv: nn.Conv2d) -> bool:

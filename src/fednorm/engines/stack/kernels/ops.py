@@ -69,9 +69,10 @@ def _out_size(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> tuple[in
     return height, width
 
 
-def part_rows(x: Tensor, w: Tensor) -> int:
-    """How many pixels each part of `conv_moments` covers."""
-    return conv_tile(w.shape[2], w.shape[1], x.dtype == torch.float32).pixels
+def part_rows(w: Tensor, y: Tensor) -> int:
+    """How many pixels each part of `conv_moments` covers, of a convolution with this output."""
+    pixels = y.numel() // (y.shape[0] * y.shape[2])
+    return conv_tile(w.shape[2], w.shape[1], pixels, y.dtype == torch.float32).pixels
 
 
 @torch.library.custom_op("fednorm::images", mutates_args=())
@@ -115,7 +116,7 @@ def conv_moments(
     if kernels_fit(x):
         return _conv_kernel(x, w, stride, padding, bias, relu, moments=True)
     y = conv(x, w, stride, padding, bias, relu)
-    chunks = channels_last(y).flatten(1, 3).to(master_type(y)).split(part_rows(x, w), 1)
+    chunks = channels_last(y).flatten(1, 3).to(master_type(y)).split(part_rows(w, y), 1)
     moments = [torch.stack([c.mean(1), (c - c.mean(1, True)).square().sum(1)], 1) for c in chunks]
     return y, torch.stack(moments, 1)
 
@@ -246,10 +247,9 @@ def _(x: Tensor, w: Tensor, stride: int, padding: list[int], bias: Tensor | None
 def _(
     x: Tensor, w: Tensor, stride: int, padding: list[int], bias: Tensor | None = None, relu: bool = False
 ) -> tuple[Tensor, Tensor]:
-    height, width = _out_size(x, w, stride, padding)
-    parts = -(-x.shape[1] * height * width // part_rows(x, w))
-    moments = x.new_empty(len(x), parts, 2, w.shape[1], dtype=master_type(x))
-    return _laid_out(x, *x.shape[:2], w.shape[1], height, width), moments
+    y = _laid_out(x, *x.shape[:2], w.shape[1], *_out_size(x, w, stride, padding))
+    parts = -(-y.numel() // (y.shape[0] * y.shape[2] * part_rows(w, y)))
+    return y, x.new_empty(len(x), parts, 2, w.shape[1], dtype=master_type(x))
 
 
 @conv_input_grad.register_fake

@@ -24,8 +24,8 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def conv_tile(ins: int, outs: int, wide: bool) -> Tile:
-    """The cut of a convolution by its channels: more pixels where there are few; `wide` numbers have 4 bytes."""
+def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:
+    """The cut of a convolution by its channels and a client's pixels; `wide` numbers have 4 bytes."""
     block = min(64, max(16, power_of_2(outs)))
     if wide and ins >= 16 and block > 16:
         return Tile(pixels=8192 // block, outs=block, terms=16, warps=256 // block, stages=3)
@@ -33,7 +33,9 @@ def conv_tile(ins: int, outs: int, wide: bool) -> Tile:
     if not wide and outs >= 128 and terms == 64:
         # Many channels come with few pixels, which are then cut finer to have enough programs.
         return Tile(64, 128, terms, 4, 4) if outs >= 256 else Tile(128, 128, terms, 4, 3)
-    return Tile(4096 // block, block, terms, warps=2 if wide and block == 16 else 4, stages=3)
+    # Large tiles leave few moments, which every program of a batch norm joins; of small images there would be too few.
+    each = 2 if not wide and block == 64 and pixels >= 8192 else 1
+    return Tile(each * 4096 // block, block, terms, warps=2 if wide and block == 16 else 4, stages=3)
 
 
 def weight_tile(terms: int, outs: int, wide: bool) -> tuple[Tile, int]:

@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from fednorm.engines.stack.kernels import ops
@@ -87,8 +88,9 @@ def share_moments(graph: Graph, norm: Node) -> None:
     conv, training = norm.args[0], norm.args[6]
     if not training or not isinstance(conv, Node) or conv.target is not _own.conv.default:
         return
-    x, w = (each.meta["val"] for each in conv.args[:2])  # type: ignore[union-attr]
-    y, rows = conv.meta["val"], ops.part_rows(x, w)
+    w: Tensor = conv.args[1].meta["val"]  # type: ignore[union-attr]
+    y: Tensor = conv.meta["val"]
+    rows = ops.part_rows(w, y)
     if y.numel() // (y.shape[0] * y.shape[2]) > MOST_PARTS * rows:
         return
     with graph.inserting_before(conv):
