@@ -13,6 +13,7 @@ from fednorm.running.config import updated
 from fednorm.running.results import Result
 from fednorm.views import demo
 from fednorm.views.pictures import curves
+from fednorm.views.seen import what_was_seen
 
 
 def made(method: str, pooled: float, sent: int, how: str = "global model", seed: int = 0) -> dict[str, Any]:
@@ -40,7 +41,7 @@ RUNS = (
 
 
 def test_the_sentence_is_about_global_models_in_one_column() -> None:
-    assert demo.what_was_seen(Result(RUNS)) == (
+    assert what_was_seen(Result(RUNS)) == (
         "On the pooled test, among federated methods with one global model, fixbn came out best (73.5) and fedavg "
         "worst (54.0); centralized training reached 84.0, 10.5 points above fixbn and 30.0 points above fedavg."
     )
@@ -84,7 +85,7 @@ def test_the_demo_runs_from_the_command_line(tmp_path: Path, monkeypatch: pytest
 
 def test_spread_of_seeds_is_shown() -> None:
     runs = [*RUNS, *(replace_seed(run) for run in RUNS)]
-    assert "(73.5 ± 0.0)" in demo.what_was_seen(Result(tuple(runs)))
+    assert "(73.5 ± 0.0)" in what_was_seen(Result(tuple(runs)))
 
 
 def replace_seed(run: dict[str, Any]) -> dict[str, Any]:

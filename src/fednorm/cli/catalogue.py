@@ -9,7 +9,7 @@ import typer
 
 from fednorm.cli.flags import Json
 from fednorm.cli.method_text import print_method
-from fednorm.cli.output import print_json, print_table
+from fednorm.cli.output import print_json, print_table, say
 
 
 def methods(
@@ -60,9 +60,12 @@ def methods(
             ]
             for each in found
         ],
+        numbers=["bytes", "exchanges"],
+        spare=["paper", "needs", "exchanges", "stays local"],
     )
-    print("\nbytes: what a ResNet20 client sends in a round, of FedAvg's; stage by stage where a method has two")
-    print("all of one, options too: `fednorm methods NAME`; join methods with +: fedprox(mu=0.01)+gn")
+    print()
+    say("bytes: what a ResNet20 client sends in a round, of FedAvg's; stage by stage where a method has two")
+    say("all of one, options too: `fednorm methods NAME`; join methods with +: fedprox(mu=0.01)+gn")
 
 
 def _by_stage(texts: Iterable[str]) -> str:
@@ -97,8 +100,10 @@ def models(json: Json = False) -> None:
             for each in found
         ],
         numbers=["parameters"],
+        spare=["options", "task"],
     )
-    print("\nalso: timm:NAME, torchvision:NAME, and your own package.module:factory")
+    print()
+    say("also: timm:NAME, torchvision:NAME, and your own package.module:factory")
 
 
 def _parameters(name: str) -> int:
@@ -138,4 +143,5 @@ def datasets(
         ],
         numbers=["training", "test", "classes"],
     )
-    print("\n`fednorm data info NAME` says more of one, and how to get it")
+    print()
+    say("`fednorm data info NAME` says more of one, and how to get it")

@@ -87,6 +87,10 @@ Out = Annotated[
 Quiet = Annotated[bool, option("--quiet", "-q", help="no progress", panel=_OUTPUT)]
 Seeds = Annotated[str | None, option("--seeds", metavar="N|LIST", help="how many seeds, or a list: 0,1,2", panel=_WHAT)]
 TensorBoard = Annotated[bool, option("--tensorboard", help="write TensorBoard events into the folder", panel=_OUTPUT)]
+Track = Annotated[
+    list[str],
+    option("--track", metavar="NAME", help="follow it with tensorboard, wandb or mlflow; repeatable", panel=_OUTPUT),
+]
 
 _SHARED: dict[str, tuple[Any, Any]] = {
     "seeds": (Seeds, None),
@@ -100,6 +104,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "json": (Json, False),
     "quiet": (Quiet, False),
     "tensorboard": (TensorBoard, False),
+    "track": (Track, []),
 }
 
 
@@ -156,6 +161,7 @@ def read_flags(
     allow_noop: bool,
     allow_code: bool,
     jobs: int,
+    track: list[str],
     **output: Any,
 ) -> Asked:
     """What a command line asks for."""
@@ -167,6 +173,7 @@ def read_flags(
         methods=recipe.methods,
         seeds=recipe.seeds if seeds is None and recipe.seeds else read_seeds(seeds, resolved.seed),
         jobs=jobs,
+        track=tuple(track),
         code_in_file=names_code(resolved.model),
         **output,
     )

@@ -8,7 +8,7 @@ import typer
 
 from fednorm.cli.flags import AllowNoop, Json
 from fednorm.cli.method_text import print_method
-from fednorm.cli.output import print_json, print_table, size_text
+from fednorm.cli.output import print_json, print_table, say, size_text
 
 
 def inspect(
@@ -55,16 +55,17 @@ def _print(found: dict[str, Any], union: bool) -> None:
         numbers=["bytes"],
     )
     totals = found["totals"]
-    print(f"\n{found['model']} with {found['method']}: {totals['entries']} entries, {size_text(totals['bytes'])}")
+    print()
+    say(f"{found['model']} with {found['method']}: {totals['entries']} entries, {size_text(totals['bytes'])}")
     for title in ("by_policy", "by_kind"):
         parts = [f"{name} {each['entries']} ({size_text(each['bytes'])})" for name, each in totals[title].items()]
-        print(f"{title.replace('_', ' ')}: {', '.join(parts)}")
+        say(f"{title.replace('_', ' ')}: {', '.join(parts)}")
     if union:
-        print("one model trains on all data: nothing is sent")
+        say("one model trains on all data: nothing is sent")
     for line in [] if union else totals["exchanges"]:
         sent = f"up {size_text(line['up'])}, down {size_text(line['down'])}"
-        print(f"each client, {line['when']}, {line['phase']}: {sent}")
+        say(f"each client, {line['when']}, {line['phase']}: {sent}")
     for note in found["notes"]:
-        print(f"note: {note}")
+        say(f"note: {note}")
     print()
     print_method(found["details"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fednorm.cli.flags import AllowCode, Jobs, Json, Quiet, TensorBoard
+from fednorm.cli.flags import AllowCode, Jobs, Json, Quiet, TensorBoard, Track
 from fednorm.cli.settings import Asked, names_code, refuse_code
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ def resume(
     json: Json = False,
     quiet: Quiet = False,
     tensorboard: TensorBoard = False,
+    track: Track = [],  # noqa: B006 -- typer's own way to say "repeatable"
 ) -> None:
     """Continue where a folder stopped; what comes out equals an uninterrupted run to the bit."""
-    from fednorm.cli.play import finish, watch
+    from fednorm.cli.play import all_folders, finish, one_folder, watch
     from fednorm.running.api import read_config, resume_folder
     from fednorm.running.comparison import resume_comparison
     from fednorm.running.folder import RunFolder
@@ -42,11 +43,14 @@ def resume(
         json=json,
         quiet=quiet,
         tensorboard=tensorboard,
+        track=tuple(track),
         code_in_file=names_code(config.model),
     )
 
     def work(tell: OnRow) -> Result:
         return resume_comparison(run, jobs=jobs, on_row=tell) if comparison else resume_folder(run, on_row=tell)
 
-    runs = len(comparison["methods"]) * len(comparison["seeds"]) if comparison else 1
-    finish(asked, watch(asked, folder, runs, work))
+    folders = one_folder(asked, folder)
+    if comparison:
+        folders = all_folders(comparison["methods"], comparison["seeds"], folder)
+    finish(asked, watch(asked, folder, folders, work))

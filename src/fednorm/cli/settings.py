@@ -29,8 +29,16 @@ class Asked:
     json: bool
     quiet: bool
     tensorboard: bool
+    track: tuple[str, ...] = ()
+    """trackers to follow the run with, beside that of `--tensorboard`"""
     code_in_file: bool
     """Whether the config names code that only `--allow-code` lets run again."""
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """All trackers, each with the flag that asked for it."""
+        flags = {name: f"--track {name}" for name in self.track}
+        return flags | {"tensorboard": "--tensorboard"} if self.tensorboard else flags
 
     def with_seed(self) -> Asked:
         """The same for its one seed."""

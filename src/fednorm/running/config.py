@@ -253,6 +253,21 @@ def all_fields(cls: type[Any] = RunConfig, prefix: str = "") -> list[str]:
     return names
 
 
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Every field of a config by its dotted name.
+
+    >>> flat(RunConfig())["train.lr"]
+    0.05
+    """
+    values: dict[str, Any] = {}
+    for name in all_fields():
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        values[name] = value
+    return values
+
+
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> str:
     """The fields in which two configs differ, for an error.
 

@@ -1,0 +1,40 @@
+"""What a comparison showed: one sentence, and a picture of its curves."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from fednorm.running.config import RunConfig
+from fednorm.running.results import Result, cell_text
+from fednorm.views.pictures import GLOBAL, curves
+
+
+def what_was_seen(result: Result) -> str | None:
+    """One sentence from the pooled column: the best and the worst global model of a federation, and what was possible.
+
+    Methods that keep state on the clients are left out: their pooled cell is not the score of one model they made.
+    None where there are no two to compare.
+    """
+    lines = [line for line in result.table() if "pooled" in line and line["how"] == GLOBAL]
+    pooled = {line["method"]: line["pooled"] for line in lines}
+    federated = sorted((line["method"] for line in lines if line["bytes_per_round"]), key=lambda m: pooled[m]["mean"])
+    if len(federated) < 2:
+        return None
+    worst, best = federated[0], federated[-1]
+    sentence = (
+        f"On the pooled test, among federated methods with one global model, {best} came out best "
+        f"({cell_text(pooled[best])}) and {worst} worst ({cell_text(pooled[worst])})"
+    )
+    for central in (line["method"] for line in lines if not line["bytes_per_round"]):
+        above = {method: pooled[central]["mean"] - pooled[method]["mean"] for method in (best, worst)}
+        gaps = [f"{abs(gap):.1f} points {'above' if gap >= 0 else 'below'} {method}" for method, gap in above.items()]
+        sentence += f"; {central} training reached {cell_text(pooled[central])}, {' and '.join(gaps)}"
+    return f"{sentence}."
+
+
+def draw_curves(result: Result, config: RunConfig, folder: Path) -> str | None:
+    """Draw the curves of a comparison into its folder; None where matplotlib is not there."""
+    data = config.data
+    title = f"{data.name}, {data.clients} clients ({data.partition}), {config.model}"
+    return str(curves(result, folder / "curves.png", title)) if importlib.util.find_spec("matplotlib") else None
