@@ -23,7 +23,6 @@ app = typer.Typer(
     name="fednorm",
     help="Normalization layers that work in federated learning.",
     epilog="Start with: fednorm demo",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for name, verb in {

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fednorm.cli import complete
 from fednorm.cli.flags import Json
 from fednorm.cli.method_text import print_method
 from fednorm.cli.output import print_json, print_table, say
@@ -14,7 +15,12 @@ from fednorm.cli.output import print_json, print_table, say
 
 def methods(
     expression: Annotated[
-        str | None, typer.Argument(metavar="[EXPR]", help="say all of one method, such as fixbn(at=0.5)+fedprox")
+        str | None,
+        typer.Argument(
+            metavar="[EXPR]",
+            help="say all of one method, such as fixbn(at=0.5)+fedprox",
+            autocompletion=complete.methods,
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -62,6 +68,7 @@ def methods(
         ],
         numbers=["bytes", "exchanges"],
         spare=["paper", "needs", "exchanges", "stays local"],
+        readable=36,
     )
     print()
     say("bytes: what a ResNet20 client sends in a round, of FedAvg's; stage by stage where a method has two")
@@ -142,6 +149,7 @@ def datasets(
             for each in found
         ],
         numbers=["training", "test", "classes"],
+        spare=["classes", "test", "training"],
     )
     print()
     say("`fednorm data info NAME` says more of one, and how to get it")

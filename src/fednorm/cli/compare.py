@@ -6,13 +6,18 @@ from typing import Annotated
 
 import typer
 
+from fednorm.cli import complete
 from fednorm.cli.flags import shared_flags
 from fednorm.cli.settings import Asked
 from fednorm.errors import ConfigError
 
 Expressions = Annotated[
     list[str] | None,
-    typer.Argument(metavar="EXPR...", help="methods, such as fedavg fedavg+gn fixbn(at=0.5); default: the file's"),
+    typer.Argument(
+        metavar="EXPR...",
+        help="methods, such as fedavg fedavg+gn fixbn(at=0.5); default: the file's",
+        autocompletion=complete.methods,
+    ),
 ]
 
 

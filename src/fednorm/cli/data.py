@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fednorm.cli import complete
 from fednorm.cli.flags import Json, Quiet
 from fednorm.cli.output import print_json, size_text
 from fednorm.errors import ConfigError
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at a data set, check it, fetch it.", no_args_is_help=False)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="data set; `fednorm datasets` lists them")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="data set; `fednorm datasets` lists them", autocompletion=complete.datasets),
+]
 DataDir = Annotated[
     str | None, typer.Option("--data-dir", metavar="DIR", help="folder with the data sets; default: FEDNORM_DATA")
 ]
@@ -65,7 +69,13 @@ def fetch(name: Name, data_dir: DataDir = None, quiet: Quiet = False) -> None:
 def partition(
     name: Name,
     how: Annotated[
-        str, typer.Option("--partition", metavar="HOW", help="such as iid or dir_client(alpha=0.1)")
+        str,
+        typer.Option(
+            "--partition",
+            metavar="HOW",
+            help="such as iid or dir_client(alpha=0.1)",
+            autocompletion=complete.partitions,
+        ),
     ] = "shards",
     clients: Annotated[int, typer.Option("--clients", metavar="N", help="number of clients")] = 5,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="seed of the deal")] = 0,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fednorm.cli import complete
 from fednorm.cli.settings import Asked, names_code, read_seeds, resolve
 from fednorm.errors import ConfigError
 from fednorm.running import config
@@ -58,9 +59,21 @@ FLAGS = (
 _WHAT, _SETTINGS, _MACHINE, _OUTPUT = "What to run", "Settings", "Machine", "Output"
 
 
-def option(*names: str, help: str, panel: str, metavar: str = "", check: Callable[[Any], Any] | None = None) -> Any:
-    """An option of a command; without a metavar it is a switch. `check` refuses values, or returns what they mean."""
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, callback=check)
+def option(
+    *names: str,
+    help: str,
+    panel: str,
+    metavar: str = "",
+    check: Callable[[Any], Any] | None = None,
+    complete: complete.Complete | None = None,
+) -> Any:
+    """An option of a command; without a metavar it is a switch.
+
+    `check` refuses values, or returns what they mean; `complete` knows what a shell may make of a beginning.
+    """
+    return typer.Option(
+        *names, help=help, metavar=metavar, rich_help_panel=panel, callback=check, autocompletion=complete
+    )
 
 
 def check_jobs(jobs: int) -> int:
@@ -73,7 +86,10 @@ def check_jobs(jobs: int) -> int:
 AllowCode = Annotated[bool, option("--allow-code", help="run code that a file names", panel=_SETTINGS)]
 AllowNoop = Annotated[bool, option("--allow-noop", help="run a method that finds nothing to act on", panel=_SETTINGS)]
 Assignments = Annotated[
-    list[str], option("--set", metavar="FIELD=VALUE", help="set any field: train.lr=0.1", panel=_SETTINGS)
+    list[str],
+    option(
+        "--set", metavar="FIELD=VALUE", help="set any field: train.lr=0.1", panel=_SETTINGS, complete=complete.fields
+    ),
 ]
 DryRun = Annotated[bool, option("--dry-run", help="print config, bytes, clients and time; run nothing", panel=_OUTPUT)]
 File = Annotated[Path | None, option("--config", "-c", metavar="FILE", help="TOML file with fields", panel=_SETTINGS)]
@@ -89,7 +105,13 @@ Seeds = Annotated[str | None, option("--seeds", metavar="N|LIST", help="how many
 TensorBoard = Annotated[bool, option("--tensorboard", help="write TensorBoard events into the folder", panel=_OUTPUT)]
 Track = Annotated[
     list[str],
-    option("--track", metavar="NAME", help="follow it with tensorboard, wandb or mlflow; repeatable", panel=_OUTPUT),
+    option(
+        "--track",
+        metavar="NAME",
+        help="follow it with tensorboard, wandb or mlflow; repeatable",
+        panel=_OUTPUT,
+        complete=complete.trackers,
+    ),
 ]
 
 _SHARED: dict[str, tuple[Any, Any]] = {
@@ -144,7 +166,13 @@ def shared_flags(*extra: Flag) -> Callable[[Callable[..., None]], Callable[..., 
 
 def _of_flag(flag: Flag) -> tuple[Any, None]:
     # Flags are read as text: the config's own validator then refuses all of them in one style.
-    text = option(flag.option, metavar=flag.metavar, help=field_help()[flag.field], panel=flag.panel)
+    text = option(
+        flag.option,
+        metavar=flag.metavar,
+        help=field_help()[flag.field],
+        panel=flag.panel,
+        complete=complete.BY_FIELD.get(flag.field),
+    )
     return Annotated[str | None, text], None
 
 

@@ -6,15 +6,22 @@ from typing import Annotated, Any
 
 import typer
 
+from fednorm.cli import complete
 from fednorm.cli.flags import AllowNoop, Json
 from fednorm.cli.method_text import print_method
 from fednorm.cli.output import print_json, print_table, say, size_text
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="model name, or package.module:factory")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="model name, or package.module:factory", autocompletion=complete.models),
+    ],
     method: Annotated[
-        str, typer.Option(metavar="EXPR", help="method expression, such as fixbn or fedavg+gn")
+        str,
+        typer.Option(
+            metavar="EXPR", help="method expression, such as fixbn or fedavg+gn", autocompletion=complete.methods
+        ),
     ] = "fedavg",
     num_classes: Annotated[int | None, typer.Option(metavar="N", help="default: the model's own")] = None,
     in_channels: Annotated[int, typer.Option(metavar="N", help="colours of an image")] = 3,

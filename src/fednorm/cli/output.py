@@ -56,12 +56,16 @@ def print_table(
     rows: Iterable[Sequence[str]],
     numbers: Collection[str] = (),
     spare: Sequence[str] = (),
+    readable: int = 20,
 ) -> None:
-    """A plain table; `numbers` are aligned to the right, and `spare` columns left out where a terminal is narrow."""
+    """A plain table; `numbers` are aligned to the right.
+
+    Where a terminal is so narrow that columns of text would get less than `readable`, `spare` ones are left out.
+    """
     from rich.console import Console
     from rich.text import Text
 
-    laid = fitted(Table(columns, list(rows), numbers, spare), width())
+    laid = fitted(Table(columns, list(rows), numbers, spare, readable), width())
     # Text: names such as [report] are no markup; the lines are laid out already.
     Console(highlight=False).print(Text("\n".join(laid.heading), style="bold"), soft_wrap=True)
     for line in laid.body:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
 GAP = 2
-READABLE = 30
-"""Characters that a column of text keeps as long as there is another column that may be left out."""
 # Where a line may end without a space: after a + of a method, and before a name in the key of a tensor.
 _JOINT = re.compile(r"(?<=\+)|(?<=\.)(?=[A-Za-z_])")
 
@@ -25,6 +23,8 @@ class Table:
     """columns that are aligned to the right and never broken"""
     spare: Sequence[str] = ()
     """columns that may be left out where there is no room for them, the first one first"""
+    readable: int = 20
+    """characters that a column of text keeps as long as there is another that may be left out"""
 
     def cells(self, column: str) -> list[str]:
         at = self.columns.index(column)
@@ -34,7 +34,7 @@ class Table:
         kept = [at for at, name in enumerate(self.columns) if name != column]
         rows = [[row[at] for at in kept] for row in self.rows]
         spare = [name for name in self.spare if name != column]
-        return Table([self.columns[at] for at in kept], rows, self.numbers, spare)
+        return replace(self, columns=[self.columns[at] for at in kept], rows=rows, spare=spare)
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def fitted(table: Table, width: int | None) -> Lines:
     gn      no batch
             statistics
     """
-    widths, left_out = _widths(table, width, READABLE), []
+    widths, left_out = _widths(table, width, table.readable), list[str]()
     for name in table.spare:
         if widths is None:
             table, left_out = table.without(name), [*left_out, name]
-            widths = _widths(table, width, READABLE)
+            widths = _widths(table, width, table.readable)
     widths = widths or _widths(table, width, 0) or [_word(table, name) for name in table.columns]
     heading = _row([wrapped(name, size) for name, size in zip(table.columns, widths, strict=True)], table, widths)
     rows = [

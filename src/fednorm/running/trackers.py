@@ -6,6 +6,7 @@ A run that is resumed goes on where it was followed: its ids are in the folder's
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -79,10 +80,10 @@ class WandbLog:
         import wandb
 
         mode = None
-        if "WANDB_MODE" not in os.environ and not wandb.api.api_key:
+        if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):
             mode = "offline"
             print(f"note: not logged in to W&B; send it later with: wandb sync {about.folder}/wandb/*", file=sys.stderr)
-        id = remembered(about, "wandb", lambda: str(wandb.util.generate_id()))
+        id = remembered(about, "wandb", lambda: secrets.token_hex(8))
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             group=about.folder.name,

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 EXTRAS = {
-    "report": ("matplotlib", "plotly", "scipy", "duckdb"),
-    "data": ("pillow",),
+    "report": ("matplotlib",),
+    "data": ("pillow", "scipy"),
     "track": ("tensorboard",),
-    "hpo": ("optuna",),
-    "dp": ("opacus",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow-skinny",),
     "zoo": ("torchvision", "timm"),
-    "nvflare": ("nvflare",),
-    "flower": ("flwr",),
 }
 
 
