@@ -32,7 +32,7 @@ def play_comparison(asked: Asked, methods: list[str]) -> None:
     out = asked.out or fresh("compare" if len(methods) > 1 else methods[0])
 
     def work(tell: OnRow) -> Result:
-        return compare(methods, config=asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
+        return compare(methods, asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
 
     finish(asked, watch(asked, out, len(methods) * len(asked.seeds), work))
 
@@ -41,8 +41,8 @@ def watch(asked: Asked, out: Path, runs: int, work: Callable[[OnRow], Result]) -
     """Do the work with the observers that were asked for; a signal ends it with a word on how to continue."""
     if asked.tensorboard:
         require("tensorboard", "track", "--tensorboard")
-    from fednorm.running.api import Interrupted
     from fednorm.running.observers import watching
+    from fednorm.running.stopping import Interrupted
 
     stream = None if asked.quiet else sys.stderr if asked.json else sys.stdout
     events = out / "tensorboard" if asked.tensorboard else None
