@@ -27,7 +27,7 @@ OPTIONAL = {
 
 
 def imported() -> set[str]:
-    """Modules that the sources import; libraries of models are imported by a function that is given their name."""
+    """Modules that the sources import; some are imported by a function that is given their name."""
     found: set[str] = set()
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -35,9 +35,13 @@ def imported() -> set[str]:
                 found |= {each.name.split(".")[0] for each in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found |= set(node.module.split("."))  # torch.utils.tensorboard needs tensorboard
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_import_optional":
+            elif isinstance(node, ast.Call) and _called(node) in ("_import_optional", "import_module"):
                 found |= {str(each.value) for each in node.args[:1] if isinstance(each, ast.Constant)}
     return found
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
 
 
 @pytest.mark.parametrize("extra", OPTIONAL)
@@ -54,7 +58,7 @@ def test_every_extra_that_is_asked_for_exists() -> None:
     """`require(module, extra, purpose)` tells users what to install."""
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
+            if isinstance(node, ast.Call) and _called(node) == "require":
                 given = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
                 extra = str(given[-1]) if given else ""
                 assert not given or extra in OPTIONAL, f"{path}:{node.lineno}"

@@ -18,7 +18,6 @@ from fednorm.engines.stack.device_stack import DeviceStack
 from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.errors import DivergedError, FednormError
 from fednorm.methods import known_methods
-from fednorm.running.api import Interrupted
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.folder import RunFolder
 from fednorm.running.in_step import play_in_step
@@ -27,6 +26,7 @@ from fednorm.running.records import RoundRow as Row
 from fednorm.running.records import RunId
 from fednorm.running.run import Run
 from fednorm.running.same_program import engine_maker, same_program
+from fednorm.running.stopping import Interrupted
 from fednorm.running.store import Store
 from test_device_stack import stack_of
 from test_stacked import gap

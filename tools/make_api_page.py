@@ -30,8 +30,8 @@ WIDTH = 100
 INTRODUCTION = """\
 # Python API
 
-This page is written by `make docs` from the code. Public names are those of `fednorm.__all__`; everything else may change
-without notice. `import fednorm` is quick: torch is imported when a name is first used.
+This page is written by `make docs` from the code. Public names are those of `fednorm.__all__`; everything else may
+change without notice. `import fednorm` is quick: torch is imported when a name is first used.
 
 ## A run, a comparison
 
@@ -47,13 +47,14 @@ print(result.runs[0]["final"]["own_client"]["per_client"])  # what each client's
 print(result.curves["round"], result.curves["pooled"])
 ```
 
-`result.runs` holds a [RunResult](records.md#runresult) for every run. Your own data and models: [own data](own_data.md).
+`result.runs` holds a [RunResult](records.md#runresult) for every run. With your own data and models:
+[own data](own_data.md).
 
 ## Watching a run, and stopping it early
 
-`on_row` is called after every round with a `RunId(method, seed)` and the round's [row](records.md#roundrow), a plain dict.
-Whatever it does, it cannot change the numbers. Raising `fednorm.Stop` in it ends the run after this round: what was
-played is committed, the result has it, and a folder can be resumed later.
+`on_row` is called after every round with a `RunId(method, seed)` and the round's [row](records.md#roundrow), a plain
+dict. Whatever it does, it cannot change the numbers. Raising `fednorm.Stop` in it ends the run after this round: what
+was played is committed, the result has it, and a folder can be resumed later.
 
 ```python
 import fednorm
@@ -72,8 +73,9 @@ result = fednorm.run(method="fedavg", on_row=stop_when_good, **settings)
 assert result.runs[0]["rounds_done"] < 40
 ```
 
-Any other exception ends the run as well and reaches you as it is; a folder then holds the last checkpoint. Trackers are
-such observers: `--track tensorboard`, `--track wandb` and `--track mlflow` of the command line write the same numbers."""
+Any other exception ends the run as well and reaches you as it is; a folder then holds the last checkpoint. Trackers
+are such observers: `--track tensorboard`, `--track wandb` and `--track mlflow` of the command line are told the same
+rows."""
 
 
 def page() -> str:
@@ -108,8 +110,8 @@ def code(name: str, value: Any) -> str:
     return f"```\n{signature(name, value)}\n```"
 
 
-def signature(name: str, value: Any) -> str:
-    """How something is called, one argument a line where it is long."""
+def signature(name: str, value: Any, width: int = WIDTH) -> str:
+    """How something is called, one argument a line where it is longer than `width`."""
     try:
         found = inspect.signature(value)
     except (TypeError, ValueError):
@@ -123,7 +125,7 @@ def signature(name: str, value: Any) -> str:
     if first_keyword and not any(each.kind is each.VAR_POSITIONAL for each in kept):
         texts.insert(first_keyword[0], "*")
     line = f"{name}({', '.join(texts)}){returns}"
-    return line if len(line) <= WIDTH else f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + f"){returns}"
+    return line if len(line) <= width else f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + f"){returns}"
 
 
 def _argument(each: inspect.Parameter) -> str:
@@ -159,7 +161,7 @@ def bullets(value: Any) -> Iterator[str]:
         if isinstance(each, property):
             yield f"- `{name}`: {_sentence(text)}"
         elif inspect.isfunction(each):
-            yield f"- `{' '.join(signature(name, each).split())}`: {_sentence(text)}"
+            yield f"- `{signature(name, each, width=10_000)}`: {_sentence(text)}"
 
 
 def _sentence(text: str) -> str:

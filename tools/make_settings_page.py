@@ -27,9 +27,15 @@ A run is one config: every field has a default, and `config.json` in the run's f
   ([command line](cli.md));
 - from Python: `fednorm.run(lr=0.1)`, or `fednorm.run(**{"train.lr": 0.1})` where a short name is not clear.
 
-Later ones win: defaults, the file, `--set`, flags. `none` on the command line takes a value away again. A field that does
-not exist, a value of the wrong kind or out of range is refused by name before anything is written, and
-`--dry-run` prints the whole config without running it, as TOML that can be saved and used.
+Later ones win: defaults, the file, `--set`, flags. `none` on the command line takes a value away again. A field that
+does not exist, a value of the wrong kind or out of range is refused by name before anything is written, and `--dry-run`
+prints the whole config without running it, as TOML that can be saved and used.
+"""
+
+PARTITIONED = """\
+How a set is dealt to clients: `--partition NAME` or `--partition 'NAME(option=value)'`. Every deal is a function of the
+labels, the number of clients and the seed; `fednorm data partition SET --partition NAME` shows it, as a picture too,
+before anything is trained. `data.min_size` is the fewest examples a client may get.
 """
 
 
@@ -89,10 +95,7 @@ def _partitions() -> str:
     return "\n".join(
         [
             "## Partitions\n",
-            "How a set is dealt to clients: `--partition NAME` or `--partition 'NAME(option=value)'`. Every deal is a "
-            "function\nof the labels, the number of clients and the seed; `fednorm data partition SET --partition NAME` "
-            "shows it, as a\npicture too, before anything is trained. `data.min_size` is the fewest examples a client may "
-            "get.\n",
+            PARTITIONED,
             "| partition | options | what it does |\n|---|---|---|",
             *rows,
             "",

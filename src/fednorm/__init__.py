@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fednorm.core.method import Method as Method
     from fednorm.core.method import Part as Part
-    from fednorm.core.registry import register as register
     from fednorm.core.state import Kind as Kind
     from fednorm.core.state import Policy as Policy
     from fednorm.core.state import entries as entries
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     from fednorm.core.state import register_norm as register_norm
     from fednorm.data.federation import Federation as Federation
     from fednorm.data.federation import from_clients as from_clients
+    from fednorm.data.own import register_data as register_data
+    from fednorm.data.own import register_partition as register_partition
     from fednorm.errors import ConfigError as ConfigError
     from fednorm.errors import FednormError as FednormError
     from fednorm.halves import wire as wire
@@ -31,9 +32,15 @@ if TYPE_CHECKING:
     from fednorm.halves.site import Site as Site
     from fednorm.methods import known_methods as known_methods
     from fednorm.methods import parse as parse
+    from fednorm.methods import register as register
+    from fednorm.models.registry import register_model as register_model
     from fednorm.running.api import run as run
     from fednorm.running.comparison import compare as compare
     from fednorm.running.config import RunConfig as RunConfig
+    from fednorm.running.results import Result as Result
+    from fednorm.running.resuming import resume as resume
+    from fednorm.running.stopping import Stop as Stop
+    from fednorm.views.export import export as export
 
 __version__ = "0.1.0"
 
@@ -47,12 +54,15 @@ _HOME = {
     "Part": "core.method",
     "Policy": "core.state",
     "Reception": "halves.reception",
+    "Result": "running.results",
     "RunConfig": "running.config",
     "Server": "halves.server",
     "Site": "halves.site",
+    "Stop": "running.stopping",
     "Update": "halves.messages",
     "compare": "running.comparison",
     "entries": "core.state",
+    "export": "views.export",
     "found": "halves.founding",
     "from_clients": "data.federation",
     "kinds": "core.state",
@@ -62,8 +72,12 @@ _HOME = {
     "merge": "halves.loop",
     "parse": "methods",
     "prepare": "halves.prepared",
-    "register": "core.registry",
+    "register": "methods",
+    "register_data": "data.own",
+    "register_model": "models.registry",
     "register_norm": "core.state",
+    "register_partition": "data.own",
+    "resume": "running.resuming",
     "run": "running.api",
     "split": "halves.loop",
     "wire": "halves",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fednorm.cli import complete
-from fednorm.cli.flags import Json, Quiet
+from fednorm.cli.flags import Json, Quiet, Use
 from fednorm.cli.output import print_json, size_text
 from fednorm.errors import ConfigError
 
@@ -83,6 +83,7 @@ def partition(
         str | None,
         typer.Option("--picture", metavar="FILE.png", help="draw who holds how much of which class or domain"),
     ] = None,
+    use: Use = [],  # noqa: B006
     data_dir: DataDir = None,
     json: Json = False,
 ) -> None:
@@ -90,10 +91,12 @@ def partition(
     from fednorm.data.summary import summary, table
     from fednorm.errors import require
     from fednorm.running.config import DataConfig, RunConfig
+    from fednorm.running.extensions import load
     from fednorm.running.plan import build_federation
 
     if picture:
         require("matplotlib", "report", "drawing a picture")
+    load(use)
     data = DataConfig(name=name, dir=data_dir, partition=how, clients=clients)
     federation = build_federation(RunConfig(data=data, seed=seed))
     rows = [rows.numpy() for rows in federation.clients]
@@ -112,7 +115,11 @@ def _draw(name: str, data_dir: str | None, federation: Federation, path: str) ->
     """By domain where the set has domains, else by class."""
     from fednorm.data.load import load_dataset
     from fednorm.data.picture import domain_counts, domain_picture, label_picture
+    from fednorm.data.registry import DATASETS
 
+    if name.replace("-", "_") not in DATASETS:
+        label_picture(federation, path)
+        return
     image_set = load_dataset(name, data_dir)
     if image_set.train_domain is None:
         label_picture(federation, path)

@@ -31,7 +31,7 @@ def play_comparison(asked: Asked, methods: list[str]) -> None:
     out = asked.out or fresh("compare" if len(methods) > 1 else methods[0])
 
     def work(tell: OnRow) -> Result:
-        return compare(methods, config=asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
+        return compare(methods, asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
 
     finish(asked, watch(asked, out, all_folders(methods, asked.seeds, out), work))
 
@@ -56,10 +56,10 @@ def _run_id(expression: str, seed: int) -> RunId:
 
 def watch(asked: Asked, out: Path, folders: Mapping[RunId, Path], work: Callable[[OnRow], Result]) -> Result:
     """Do the work with the observers that were asked for; a signal ends it with a word on how to continue."""
-    from fednorm.running.api import Interrupted
     from fednorm.running.config import flat
     from fednorm.running.observers import Tracking, watching
     from fednorm.running.progress import done_before
+    from fednorm.running.stopping import Interrupted
     from fednorm.running.trackers import check_tracker
 
     for name, flag in asked.trackers.items():

@@ -117,7 +117,15 @@ class RunConfig:
     seed: int = 0
     """seed of everything random"""
     init: str | None = None
-    """safetensors file to start from"""
+    """safetensors file to start from: of the model, or of a run with the same method"""
+    init_partial: bool = False
+    """start from whatever of that file fits by name and shape, and say what did not"""
+    keep: Literal["last", "best"] = "last"
+    """models to keep: the last, or also the best by validation (needs data.val_fraction)"""
+    keep_every: int = 0
+    """write the global model every N rounds, as round-N.safetensors; 0: never"""
+    use: tuple[str, ...] = ()
+    """Python files or modules to import, which register methods, models, data sets and the like"""
     allow_noop: bool = False
     """run a method that finds nothing to act on"""
     data: DataConfig = field(default_factory=DataConfig)
@@ -149,6 +157,7 @@ def _check_ranges(config: RunConfig) -> None:
         "rounds": (config.rounds, 1),
         "seed": (config.seed, 0),
         "clients_per_round": (config.clients_per_round, 1),
+        "keep_every": (config.keep_every, 0),
         "train.local_steps": (train.local_steps, 1),
         "train.local_epochs": (train.local_epochs, 1),
         "train.batch_size": (train.batch_size, 1),
@@ -174,6 +183,12 @@ def _check_ranges(config: RunConfig) -> None:
         raise ConfigError(f"data.val_fraction={data.val_fraction} is out of range; give 0 up to below 1")
     if config.engine.quorum is not None and not 0 < config.engine.quorum <= 1:
         raise ConfigError(f"engine.quorum={config.engine.quorum} is out of range; give a share above 0, up to 1")
+    if config.keep == "best" and not data.val_fraction:
+        raise ConfigError(
+            "keep=best chooses by validation, and data.val_fraction=0 sets nothing aside; give --val-fraction 0.1"
+        )
+    if config.init_partial and not config.init:
+        raise ConfigError("init_partial says how to read a file, and none is given; give --init FILE")
     if data.unseen >= data.clients:
         raise ConfigError(f"data.unseen={data.unseen} leaves no client of {data.clients} to train; give less")
 

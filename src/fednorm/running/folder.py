@@ -3,6 +3,7 @@
 config.json  what was asked      env.json      where and with what it ran
 metrics.jsonl one row a round    result.json   what came out (written at the end)
 model.safetensors the final global model       state.sqlite  what `fednorm resume` continues from
+best.safetensors, round-N.safetensors          with --keep best, --keep-every
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model.safetensors"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best.safetensors"
 
     @property
     def state(self) -> Path:

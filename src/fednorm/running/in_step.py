@@ -28,7 +28,7 @@ def play_in_step(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError]
     failed: dict[Run, FednormError] = {}
     burst, new, since = 1, 0, time.perf_counter()
     try:
-        while active := [run for run in runs if not run.server.finished and run not in failed]:
+        while active := [run for run in runs if not run.over and run not in failed]:
             with precision(active[0].plan.config.engine.precision):
                 failed |= play_round(active)
             new += 1

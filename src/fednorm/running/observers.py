@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from fednorm.running.api import Interrupted
 from fednorm.running.progress import Bars, Before, PlainLines
 from fednorm.running.records import OnRow, RoundRow, RunId
+from fednorm.running.stopping import Interrupted
 from fednorm.running.trackers import TRACKERS, Tracker, warn
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -16,21 +12,23 @@ from fednorm.core.expression import parse_term
 from fednorm.core.method import Method
 from fednorm.core.optim import optimizer
 from fednorm.core.schedule import lr_factor
-from fednorm.core.state import Kind, Policy, entries
+from fednorm.core.state import Kind, Policy
 from fednorm.core.task import Task
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
 from fednorm.data.federation import Federation
+from fednorm.data.own import load_own
 from fednorm.engines.machine import find_device
-from fednorm.errors import CheckpointError, ConfigError
+from fednorm.errors import ConfigError
 from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
 from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
 from fednorm.running.config import RunConfig
-from fednorm.running.store import load_tree
+from fednorm.running.extensions import with_extensions
+from fednorm.running.initial import read_start
 from fednorm.scoring.probes import find_probes
 from fednorm.scoring.tasks import make_task
 
@@ -58,6 +56,7 @@ def make_plan(
     task: Task | None = None,
 ) -> Plan:
     """Resolve a config; a model, data, method or task given as an object takes the place of the config's name."""
+    config = with_extensions(config)
     method = method or parse(config.method)
     lr_factor(config.train.schedule, 1, config.rounds)
     parse_augmentation(config.train.augment)
@@ -69,11 +68,9 @@ def make_plan(
             f"clients_per_round={config.clients_per_round} but only {available} clients train; give at most that many"
         )
     network = build_model(config, federation) if model is None else model
-    if config.init:
-        network = copy.deepcopy(network)  # the caller's own model stays as it is
-        load_initial(network, load_tree(Path(config.init)), config.init)
+    start = read_start(config.init, partial=config.init_partial)
     agreed = agree(
-        network,
+        start.before_surgery(network),
         method,
         local_work(config, federation, method),
         weights=config.train.weights,
@@ -81,6 +78,7 @@ def make_plan(
         allow_noop=config.allow_noop,
         name=f"model '{config.model}'" if model is None else f"the given {type(model).__name__}",
     )
+    agreed = start.after_surgery(agreed)
     _check_batch_size(config, method, agreed.prepared)
     _check_momentum(config, method)
     federation = replace(
@@ -161,9 +159,12 @@ def _check_validation(plan: Plan) -> None:
 def build_federation(config: RunConfig) -> Federation:
     """The federation the config's data section describes."""
     data = config.data
+    own = load_own(data.name, dir=data.dir, clients=data.clients, seed=config.seed)
+    if isinstance(own, Federation):
+        return own
     term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
     return make_federation(
-        load_dataset(data.name, data.dir),
+        own or load_dataset(data.name, data.dir),
         term.name,
         data.clients,
         seed=config.seed,
@@ -185,21 +186,6 @@ def build_model(config: RunConfig, federation: Federation) -> nn.Module:
         seed=config.seed,
         **term.options,
     )
-
-
-def load_initial(model: nn.Module, tree: Mapping[str, Any], source: str) -> None:
-    """Load a pretrained checkpoint; every entry must be there, with its shape."""
-    for entry in entries(model):
-        if entry.key not in tree:
-            raise CheckpointError(
-                f"'{source}' does not fit the model: it has no '{entry.key}'; give a checkpoint of this model"
-            )
-        if tuple(tree[entry.key].shape) != entry.shape:
-            raise CheckpointError(
-                f"'{source}' does not fit the model: '{entry.key}' has shape {tuple(tree[entry.key].shape)}, "
-                f"expected {entry.shape}; give a checkpoint of this model and number of classes"
-            )
-    model.load_state_dict({key: tree[key] for key in model.state_dict() if key in tree}, strict=False)
 
 
 def _check_momentum(config: RunConfig, method: Method) -> None:

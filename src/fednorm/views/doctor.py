@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 EXTRAS = {
-    "report": ("matplotlib",),
+    "report": ("matplotlib", "pandas"),
     "data": ("pillow", "scipy"),
     "track": ("tensorboard",),
     "wandb": ("wandb",),

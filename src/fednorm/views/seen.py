@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 from fednorm.running.config import RunConfig
+from fednorm.running.pictures import GLOBAL, curves
 from fednorm.running.results import Result, cell_text
-from fednorm.views.pictures import GLOBAL, curves
 
 
 def what_was_seen(result: Result) -> str | None:
