@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 
 from fednorm.core.phases import PhaseId, Purpose
+from fednorm.core.user_code import UserCode
 from fednorm.data.batches import UNION
 from fednorm.engines.base import Engine, Settings
 from fednorm.engines.sequential import SequentialEngine
@@ -176,6 +177,7 @@ def seconds_of_step(sites: Sites, engine: Engine, clients: int, steps: int) -> f
     phase, jobs = _jobs_to_time(sites, clients, steps)
     numbers = sites.numbers(phase.id, 1)
     started = time.perf_counter()
-    for _ in engine.train(phase, numbers, jobs):
-        pass
+    with UserCode(sites.prepared.name):
+        for _ in engine.train(phase, numbers, jobs):
+            pass
     return (time.perf_counter() - started) / sum(job.num_steps for job in jobs)

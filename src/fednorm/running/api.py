@@ -29,6 +29,7 @@ from fednorm.running.run import Run
 from fednorm.running.same_program import engine_maker
 from fednorm.running.store import Store, save_tree
 from fednorm.running.threads import threads_of
+from fednorm.running.trial import try_out
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def run(
         config = updated(config, {"data.name": federation.name, "data.clients": len(federation.clients)})
     ranks = join(config.engine.device)
     plan = make_plan(config, model=objects.model, federation=federation, method=objects.method)
+    try_out(plan, objects.model)
     if out is None or not ranks.first:
         return Result((play(Playable(plan, Store(), None, on_row)),))
     folder, expected = RunFolder(Path(out)), stored_config(plan.config, objects)
