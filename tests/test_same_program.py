@@ -26,7 +26,7 @@ from fednorm.running.plan import Plan
 from fednorm.running.records import RoundRow as Row
 from fednorm.running.records import RunId
 from fednorm.running.run import Run
-from fednorm.running.same_program import engine_maker, same_program
+from fednorm.running.same_program import engine_maker, same_program, same_settings
 from fednorm.running.store import Store
 from test_device_stack import stack_of
 from test_stacked import gap
@@ -185,7 +185,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "decay of vectors": {"train__decay_vectors": False},
     "weights of clients": {"train__weights": "uniform"},
     "augmentation": {"train__augment": "flip"},
-    "precision": {"engine__precision": "bf16"},
     "cohort": {"clients_per_round": 2},
     "clients": {"data": tiny.federation((8, 8))},
 }
@@ -194,6 +193,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_makes_another_program(name: str) -> None:
     assert not same_program(made("fedadam"), made(**{"method": "fedadam", **OTHERS[name]}))
+
+
+def test_another_precision_is_another_program() -> None:
+    assert not same_settings(tiny.config(), tiny.config(engine__precision="bf16"))
 
 
 def test_another_model_is_another_program_even_with_equal_state() -> None:

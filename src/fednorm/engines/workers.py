@@ -30,7 +30,7 @@ from fednorm.core.report import Report
 from fednorm.core.state import Tree
 from fednorm.core.user_code import is_users, user_error
 from fednorm.engines.base import PlainEngine
-from fednorm.engines.machine import usable_cores
+from fednorm.engines.machine import refuse_other_than_cpu, usable_cores
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.worker_messages import (
     CannotSend,
@@ -42,7 +42,7 @@ from fednorm.engines.worker_messages import (
     survives,
     to_message,
 )
-from fednorm.errors import ConfigError, FednormError, UserCodeError
+from fednorm.errors import FednormError, UserCodeError
 from fednorm.halves.messages import Update
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.site import Sites
@@ -59,11 +59,7 @@ class WorkersEngine(PlainEngine):
     """
 
     def __init__(self, sites: Sites, processes: int) -> None:
-        if sites.device.type != "cpu":
-            raise ConfigError(
-                f"engine 'workers' trains on the CPU, but the device is {sites.device}; "
-                "give --device cpu, or --engine stacked"
-            )
+        refuse_other_than_cpu(sites.device)
         self.sites = sites
         self.processes = processes
         self._here = SequentialEngine(sites)
@@ -88,7 +84,7 @@ class WorkersEngine(PlainEngine):
             self._crew = Crew(self.sites, self.processes)
         except CannotSend as refusal:
             print(f"workers engine: {refusal}; using sequential", file=sys.stderr)
-            self.fell_back = True
+            self.fell_back = str(refusal)
         return self._crew
 
     def close(self) -> None:

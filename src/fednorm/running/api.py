@@ -108,11 +108,14 @@ def run(
     if federation is not None:
         config = updated(config, {"data.name": federation.name, "data.clients": len(federation.clients)})
     ranks = join(config.engine.device)
+    folder = RunFolder(Path(out)) if out is not None and ranks.first else None
+    if folder and not (resume and folder.config.exists()):
+        folder.refuse_place()
     plan = make_plan(config, model=objects.model, federation=federation, method=objects.method)
     try_out(plan, objects.model)
-    if out is None or not ranks.first:
+    if folder is None:
         return Result((play(Playable(plan, Store(), None, on_row)),))
-    folder, expected = RunFolder(Path(out)), stored_config(plan.config, objects)
+    expected = stored_config(plan.config, objects)
     if not (resume and folder.config.exists()):
         folder.create(expected)
     return resume_folder(folder, objects=objects, expected=expected, plan=plan, on_row=on_row)
@@ -254,6 +257,7 @@ def _summary(plan: Plan, run: Run) -> RunResult:
         metric=plan.task.metric,
         digest=digest(run.server.tree),
         notes=plan.prepared.notes,
+        ran=run.store.facts().get("ran") or run.ran(),
     )
 
 

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import queue as queues
 import signal
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from fednorm.engines.machine import refuse_ranks
+from fednorm.engines.machine import find_device, refuse_ranks
 from fednorm.errors import CheckpointError, ConfigError, FednormError
 from fednorm.files import read_json, write_json
 from fednorm.methods import parse
@@ -28,6 +29,7 @@ from fednorm.running.plan import make_plan
 from fednorm.running.records import OnRow, RoundRow, RunId, RunResult, read_result
 from fednorm.running.results import Result
 from fednorm.running.same_program import shares_stack
+from fednorm.running.trial import try_out
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,31 @@ def compare(
 ) -> Result:
     """Run every method with every seed on the same data and model, and return all results.
 
-    `jobs` processes work at a time, on one CPU thread each.
+    `jobs` processes work at a time. On a CPU each run has one thread unless `engine.threads` says more, so that what
+    comes out does not depend on `jobs`.
     """
-    refuse_ranks("a comparison")
-    config = config or RunConfig()
-    if jobs > 1:
-        config = updated(config, {"engine.threads": 1})
+    config, names = settled(methods, config or RunConfig(), seeds, jobs)
     folder = RunFolder(Path(out))
-    names = _distinct([parse(method).name for method in methods], "method")
-    wanted = {"compare": {"methods": names, "seeds": _distinct(seeds, "seed")}, **to_dict(config)}
-    cells = _cells(wanted, folder)
-    for cell in cells:  # everything that can be refused is refused before anything is written
+    folder.refuse_place()
+    wanted = {"compare": {"methods": names, "seeds": list(seeds)}, **to_dict(config)}
+    for cell in _cells(wanted, folder):  # everything that can be refused is refused before anything is written
         if cell.id.seed == seeds[0]:
-            make_plan(cell.config)
+            try_out(make_plan(cell.config))
     folder.create(wanted)
     return resume_comparison(folder, jobs=jobs, on_row=on_row)
+
+
+def settled(
+    methods: Sequence[str], config: RunConfig, seeds: Sequence[int], jobs: int
+) -> tuple[RunConfig, list[str]]:
+    """The config of a comparison's runs and the names of its methods, or a refusal of what cannot be compared."""
+    refuse_ranks("a comparison")
+    names = _distinct([parse(method).name for method in methods], "method")
+    _distinct(seeds, "seed")
+    # The engine `auto` has one thread anyway, and may take other cores for workers where it was not given one.
+    alone = jobs == 1 and (config.engine.name == "auto" or find_device(config.engine.device).type != "cpu")
+    threads = config.engine.threads or (0 if alone else 1)
+    return updated(config, {"engine.threads": threads}), names
 
 
 def resume_comparison(folder: RunFolder, *, jobs: int = 1, on_row: OnRow | None = None) -> Result:
@@ -141,6 +153,7 @@ def _work(cell: Cell, told: Any) -> None:
     try:
         _play([cell], tell)
     except FednormError as error:
+        error.add_note(f"in the process of {cell.id}:\n{traceback.format_exc()}")  # which does not come along
         told.put((cell.id, error))
     except Interrupted:
         pass

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fednorm.running.records import (
     RESULT_VERSION,
     Curves,
+    Ran,
     ResultFile,
     RoundRow,
     RunResult,
     Scores,
     TableLine,
+    as_written,
     score_of,
 )
 
@@ -54,6 +56,7 @@ def summarise(
     metric: str,
     digest: str,
     notes: Sequence[str] = (),
+    ran: Ran | None = None,
 ) -> RunResult:
     """One run as result.json holds it: final, best-validation and peak scores, curves, bytes and seconds."""
     scored = [(row["round"], row["eval"]) for row in rows if "eval" in row]
@@ -70,7 +73,7 @@ def summarise(
         name: {"round": scored[at][0], metric: by_round[name][at]} for name, at in best.items() if name != "validation"
     }
     curves: Any = {"round": [number for number, _ in scored], **by_round}
-    return {
+    result: RunResult = {
         "method": method,
         "seed": seed,
         "rounds": rounds,
@@ -90,6 +93,7 @@ def summarise(
         "notes": list(notes),
         "digest": digest,
     }
+    return {**result, "ran": ran} if ran else result
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ class Result:
         return lines
 
     def to_json(self) -> ResultFile:
-        return {"version": RESULT_VERSION, "runs": list(self.runs), "table": self.table()}
+        runs = [cast(RunResult, as_written(run)) for run in self.runs]
+        return {"version": RESULT_VERSION, "runs": runs, "table": self.table()}
 
     def __str__(self) -> str:
         lines = self.table()
