@@ -30,6 +30,7 @@ from fednorm.running.stopping import Interrupted, Stop, orderly_stop
 from fednorm.running.store import Store, save_tree
 from fednorm.running.threads import threads_of
 from fednorm.running.trained import Trained, Which, model_of
+from fednorm.running.trial import try_out
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def settings_to_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def settled(
+def described(
     config: RunConfig | None, objects: Objects, model: Any, use: Sequence[str], settings: Mapping[str, Any]
 ) -> RunConfig:
     """The config that keywords of `run` and `compare` describe; what it uses is imported."""
@@ -95,14 +96,18 @@ def run(
     leaves a folder; `resume=True` goes on in it.
     """
     objects = gathered(model, clients, test, federation, method)
-    config = settled(config, objects, model, use, settings)
+    config = described(config, objects, model, use, settings)
     if method is not None:
         config = updated(config, {"method": method.name if isinstance(method, Method) else method})
     ranks = join(config.engine.device)
+    folder = RunFolder(Path(out)) if out is not None and ranks.first else None
+    if folder and not (resume and folder.config.exists()):
+        folder.refuse_place()
     plan = objects.plan(config)
-    if out is None or not ranks.first:
+    try_out(plan, objects.model)
+    if folder is None:
         return in_memory(plan, on_row)
-    folder, expected = RunFolder(Path(out)), stored_config(plan.config, objects)
+    expected = stored_config(plan.config, objects)
     if not (resume and folder.config.exists()):
         folder.create(expected)
     check_stored(folder, expected)
@@ -247,6 +252,7 @@ def _summary(plan: Plan, run: Run) -> RunResult:
         metric=plan.task.metric,
         digest=digest(run.server.tree),
         notes=[*plan.prepared.notes, *run.notes()],
+        ran=run.store.facts().get("ran") or run.ran(),
     )
 
 

@@ -19,6 +19,7 @@ from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
 from fednorm.data.federation import Federation
 from fednorm.data.own import load_own
+from fednorm.engines.ignored import refuse_ignored, refuse_nothing_to_narrow
 from fednorm.engines.machine import find_device
 from fednorm.errors import ConfigError
 from fednorm.halves.messages import LocalWork
@@ -61,6 +62,7 @@ def make_plan(
     lr_factor(config.train.schedule, 1, config.rounds)
     parse_augmentation(config.train.augment)
     device = find_device(config.engine.device)
+    refuse_ignored(config.engine, device, config.train.dtype)
     federation = federation or build_federation(config)
     available = len(federation.training_clients)
     if config.clients_per_round and config.clients_per_round > available:
@@ -81,6 +83,7 @@ def make_plan(
     agreed = start.after_surgery(agreed)
     _check_batch_size(config, method, agreed.prepared)
     _check_momentum(config, method)
+    refuse_nothing_to_narrow(config.engine, agreed.prepared.model, agreed.prepared.name)
     federation = replace(
         federation,
         x=federation.x.to(device),

@@ -20,11 +20,13 @@ from fednorm.running.pictures import curves as draw_curves
 from fednorm.running.records import (
     RESULT_VERSION,
     Curves,
+    Ran,
     ResultFile,
     RoundRow,
     RunResult,
     Scores,
     TableLine,
+    as_written,
     score_of,
 )
 from fednorm.running.trained import Trained, Which
@@ -65,6 +67,7 @@ def summarise(
     metric: str,
     digest: str,
     notes: Sequence[str] = (),
+    ran: Ran | None = None,
 ) -> RunResult:
     """One run as result.json holds it: final, best-validation and peak scores, curves, bytes and seconds."""
     scored = [(row["round"], row["eval"]) for row in rows if "eval" in row]
@@ -81,7 +84,7 @@ def summarise(
         name: {"round": scored[at][0], metric: by_round[name][at]} for name, at in best.items() if name != "validation"
     }
     curves: Any = {"round": [number for number, _ in scored], **by_round}
-    return {
+    result: RunResult = {
         "method": method,
         "seed": seed,
         "rounds": rounds,
@@ -101,6 +104,7 @@ def summarise(
         "notes": list(notes),
         "digest": digest,
     }
+    return {**result, "ran": ran} if ran else result
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,8 @@ class Result:
         return lines
 
     def to_json(self) -> ResultFile:
-        return {"version": RESULT_VERSION, "runs": list(self.runs), "table": self.table()}
+        runs = [cast(RunResult, as_written(run)) for run in self.runs]
+        return {"version": RESULT_VERSION, "runs": runs, "table": self.table()}
 
     def __str__(self) -> str:
         lines = self.table()

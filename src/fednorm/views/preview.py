@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fednorm.core.user_code import UserCode
 from fednorm.data.batches import UNION
 from fednorm.data.summary import summary
 from fednorm.engines.choose import seconds_of_step, steps_per_round
@@ -65,6 +66,7 @@ def _seconds_of_example(plan: Plan) -> float:
     federation = plan.federation
     rows = torch.arange(min(len(federation.test_y), plan.config.eval.chunk))
     started = time.perf_counter()
-    sums = plan.scorer.rows(plan.initial(), (federation.test_x, federation.test_y), rows)
+    with UserCode(plan.prepared.name):
+        sums = plan.scorer.rows(plan.initial(), (federation.test_x, federation.test_y), rows)
     float(sums["loss"])  # waits for the device
     return (time.perf_counter() - started) / len(rows)
