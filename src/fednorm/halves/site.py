@@ -17,7 +17,7 @@ from fednorm import __version__
 from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.state import Tree
 from fednorm.core.step import Probe, StepSpec
-from fednorm.core.task import Task
+from fednorm.core.task import AnyTask
 from fednorm.data.batches import Batches
 from fednorm.data.pool import Pool, own_pool
 from fednorm.errors import ConfigError, StateError, WireError
@@ -38,7 +38,7 @@ class Sites(Agreed):
     """Clients that train here: one at a site, all of them in a simulator, where an engine may train many at once."""
 
     batches: Batches
-    task: Task
+    task: AnyTask
     probes: tuple[Probe, ...] = ()
 
     def step_spec(self, each: PreparedPass, probing: bool = False) -> StepSpec:
@@ -116,7 +116,7 @@ class Site:
         model: nn.Module,
         train: Examples,
         *,
-        task: Task,
+        task: AnyTask,
         test: Examples | None = None,
         mean: tuple[float, ...] = (),
         std: tuple[float, ...] = (),
@@ -134,6 +134,7 @@ class Site:
         self.sites = Sites(
             prepared=agreed.prepared,
             work=agreed.work,
+            optimizer=agreed.optimizer,
             device=where,
             batches=batches_of(own_pool(client, x, y, mean=mean, std=std), agreed),
             task=task,

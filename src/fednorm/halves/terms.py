@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fednorm.core.method import Method, Phase
+from fednorm.core.optimizers import make_optimizer
 from fednorm.core.report import BySize, Uniform
 from fednorm.core.state import digest, entries
 from fednorm.data.streams import batches_per_epoch
@@ -43,7 +44,8 @@ def agree(
     prepared = prepare(model, chosen, allow_noop=allow_noop, name=name, dtype=getattr(torch, work.dtype))
     set_total_steps(prepared.model, work.total_steps)
     prepared.model.to(device)
-    return Agreed(prepared=prepared, work=work, device=torch.device(device))
+    optimizer = make_optimizer(work.optimizer, work.momentum)
+    return Agreed(prepared=prepared, work=work, optimizer=optimizer, device=torch.device(device))
 
 
 def with_weights(method: Method, weights: str) -> Method:

@@ -14,7 +14,8 @@ from torch import nn
 from fednorm import models
 from fednorm.core.expression import parse_term
 from fednorm.core.method import Method
-from fednorm.core.optim import optimizer
+from fednorm.core.optim import Optimizer
+from fednorm.core.optimizers import SGD, with_nesterov
 from fednorm.core.schedule import lr_factor
 from fednorm.core.state import Kind, Policy, entries
 from fednorm.core.task import Task
@@ -45,8 +46,7 @@ class Plan(Sites):
     @property
     def cohort_size(self) -> int:
         """How many clients a round draws."""
-        available = len(self.federation.training_clients)
-        return min(self.config.clients_per_round or available, available)
+        return self.config.cohort_size(len(self.federation.training_clients))
 
 
 def make_plan(
@@ -82,7 +82,7 @@ def make_plan(
         name=f"model '{config.model}'" if model is None else f"the given {type(model).__name__}",
     )
     _check_batch_size(config, method, agreed.prepared)
-    _check_momentum(config, method)
+    _check_momentum(config, method, agreed.optimizer)
     federation = replace(
         federation,
         x=federation.x.to(device),
@@ -93,8 +93,9 @@ def make_plan(
     plan = Plan(
         prepared=agreed.prepared,
         work=agreed.work,
+        optimizer=agreed.optimizer,
         device=device,
-        batches=batches_of(federation.pool, agreed, cohort=min(config.clients_per_round or available, available)),
+        batches=batches_of(federation.pool, agreed, cohort=config.cohort_size(available)),
         task=task or make_task(federation.task, federation.num_classes, federation.ignore_index),
         probes=find_probes(config.eval.probes),
         config=config,
@@ -116,12 +117,13 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         batch_size=train.batch_size,
         augmentation=train.augment,
         val_fraction=config.data.val_fraction,
-        optimizer=train.optimizer,
+        optimizer=with_nesterov(train.optimizer) if train.nesterov else train.optimizer,
         lr=train.lr,
         momentum=train.momentum,
         weight_decay=train.weight_decay,
         decay_vectors=train.decay_vectors,
         schedule=train.schedule,
+        warmup=train.warmup,
         dtype=train.dtype,
         chunk=config.eval.chunk,
     )
@@ -131,7 +133,7 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         sizes[size - num_held(size, held)] += count
     steps = typical_steps(work, sizes)
     if method.data == "union" and unit == "epochs":  # one client with all data, on batches as large as a cohort's
-        cohort = min(config.clients_per_round or sizes.total(), sizes.total())
+        cohort = config.cohort_size(sizes.total())
         whole = {sum(size * count for size, count in sizes.items()): 1}
         steps = typical_steps(replace(work, batch_size=train.batch_size * cohort), whole)
     return replace(work, total_steps=config.rounds * steps)
@@ -202,19 +204,20 @@ def load_initial(model: nn.Module, tree: Mapping[str, Any], source: str) -> None
     model.load_state_dict({key: tree[key] for key in model.state_dict() if key in tree}, strict=False)
 
 
-def _check_momentum(config: RunConfig, method: Method) -> None:
+def _check_momentum(config: RunConfig, method: Method, optimizer: Optimizer) -> None:
     kept = any(phase.policy[Kind.OPTIMIZER] is not Policy.FRESH for phase in method.phases)
     named = [part.label for part in method.parts if part.claims == {f"policy:{Kind.OPTIMIZER}"}]
-    if (
-        kept
-        and named
-        and not optimizer(config.train.optimizer, config.train.momentum).buffers
-        and not config.allow_noop
-    ):
+    if not (kept and named) or optimizer.buffers or config.allow_noop:
+        return
+    if optimizer == SGD:
         raise ConfigError(
             f"'{named[0]}' finds no momentum to maintain with train.momentum={config.train.momentum}; "
             "give --momentum 0.9, or --allow-noop to run it all the same"
         )
+    raise ConfigError(
+        f"'{named[0]}' finds no buffers to maintain, which optimizer '{optimizer.name}' has not; "
+        "give another optimizer, or --allow-noop to run it all the same"
+    )
 
 
 def _check_batch_size(config: RunConfig, method: Method, prepared: Prepared) -> None:
