@@ -39,6 +39,12 @@ class Federation:
     classes: tuple[str, ...] = ()
     task: str = "classification"
     ignore_index: int = -100
+    names: Sequence[str] = ()
+    """what the clients are called, where they have names"""
+
+    def called(self, client: int) -> str:
+        """A client as texts name it: by its number, and its name where it has one."""
+        return f"client {client} ('{self.names[client]}')" if self.names else f"client {client}"
 
     @cached_property
     def training_clients(self) -> Sequence[int]:
