@@ -50,7 +50,9 @@ class Factories(Generic[T]):
         if term.name not in self._known:
             raise unknown(self.what, term.name, self._known)
         make = self._known[term.name]
-        handed = {name: given for name, hint in get_type_hints(make).items() if hint is self._given and name != "return"}
+        handed = {
+            name: given for name, hint in get_type_hints(make).items() if hint is self._given and name != "return"
+        }
         options = checked_options(term, make, handed.keys())
         self._refuse_lack(term, make, {**handed, **options})
         thing = make(**handed, **options)

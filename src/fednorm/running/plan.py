@@ -18,7 +18,8 @@ from fednorm.core.optim import Optimizer
 from fednorm.core.optimizers import SGD, with_nesterov
 from fednorm.core.schedule import lr_factor
 from fednorm.core.state import Kind, Policy, entries
-from fednorm.core.task import Task
+from fednorm.core.task import AnyTask
+from fednorm.core.world import World
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
@@ -33,8 +34,8 @@ from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
 from fednorm.running.config import RunConfig
 from fednorm.running.store import load_tree
+from fednorm.running.tasks import settle_task
 from fednorm.scoring.probes import find_probes
-from fednorm.scoring.tasks import make_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,11 @@ class Plan(Sites):
         """How many clients a round draws."""
         return self.config.cohort_size(len(self.federation.training_clients))
 
+    @property
+    def world(self) -> World:
+        """What goes wrong with clients."""
+        return World(self.config.seed, **vars(self.config.world))
+
 
 def make_plan(
     config: RunConfig,
@@ -56,21 +62,21 @@ def make_plan(
     model: nn.Module | None = None,
     federation: Federation | None = None,
     method: Method | None = None,
-    task: Task | None = None,
+    task: AnyTask | None = None,
 ) -> Plan:
     """Resolve a config; a model, data, method or task given as an object takes the place of the config's name."""
     method = method or parse(config.method)
     lr_factor(config.train.schedule, 1, config.rounds)
     parse_augmentation(config.train.augment)
     device = find_device(config.engine.device)
-    federation = federation or build_federation(config)
-    check(federation, task.name if task else None)
+    task, federation = settle_task(config.task, federation or build_federation(config), device, task)
+    check(federation, task.kind or task.name)
     available = len(federation.training_clients)
     if config.clients_per_round and config.clients_per_round > available:
         raise ConfigError(
             f"clients_per_round={config.clients_per_round} but only {available} clients train; give at most that many"
         )
-    network = build_model(config, federation) if model is None else model
+    network = build_model(config, federation, getattr(task, "outputs", None)) if model is None else model
     if config.init:
         network = copy.deepcopy(network)  # the caller's own model stays as it is
         load_initial(network, load_tree(Path(config.init)), config.init)
@@ -83,6 +89,7 @@ def make_plan(
         allow_noop=config.allow_noop,
         name=f"model '{config.model}'" if model is None else f"the given {type(model).__name__}",
     )
+    _check_world(config, method)
     _check_batch_size(config, method, agreed.prepared)
     _check_momentum(config, method, agreed.optimizer)
     federation = replace(
@@ -98,7 +105,7 @@ def make_plan(
         optimizer=agreed.optimizer,
         device=device,
         batches=batches_of(federation.pool, agreed, cohort=config.cohort_size(available)),
-        task=task or make_task(federation.task, federation.num_classes, federation.ignore_index),
+        task=task,
         probes=find_probes(config.eval.probes),
         config=config,
         federation=federation,
@@ -178,12 +185,12 @@ def build_federation(config: RunConfig) -> Federation:
     )
 
 
-def build_model(config: RunConfig, federation: Federation) -> nn.Module:
-    """The model the config names, for the data's channels, size and classes."""
+def build_model(config: RunConfig, federation: Federation, outputs: int | None = None) -> nn.Module:
+    """The model the config names, for the data's channels, size and classes, or with as many outputs as a task says."""
     term = parse_term(config.model, "model", "resnet20(shortcut=B)")
     return models.build(
         term.name,
-        num_classes=federation.num_classes,
+        num_classes=outputs or federation.num_classes,
         in_channels=federation.in_channels,
         image_size=int(federation.x.shape[-1]),
         seed=config.seed,
@@ -220,6 +227,14 @@ def _check_momentum(config: RunConfig, method: Method, optimizer: Optimizer) -> 
         f"'{named[0]}' finds no buffers to maintain, which optimizer '{optimizer.name}' has not; "
         "give another optimizer, or --allow-noop to run it all the same"
     )
+
+
+def _check_world(config: RunConfig, method: Method) -> None:
+    if config.world.stragglers and "lockstep" in method.needs:
+        raise ConfigError(
+            f"'{method.name}' steps in lock-step, where all wait for the slowest, so world.stragglers="
+            f"{config.world.stragglers} cannot be played; set it to 0, or take another method"
+        )
 
 
 def _check_batch_size(config: RunConfig, method: Method, prepared: Prepared) -> None:
