@@ -1,4 +1,4 @@
-"""The local optimizers by name: `sgd`, `sgd(nesterov=true)`, `adam(beta2=0.99)`, `adamw`, and those that users register.
+"""The local optimizers by name: `sgd`, `sgd(nesterov=true)`, `adam(beta2=0.99)`, `adamw`, and those of users.
 
 They follow torch.optim to the formula, so that a user's own loop and ours agree.
 """

@@ -66,6 +66,8 @@ class Terms:
     initial: str
     """digest of the state that all start from"""
     work: LocalWork
+    task: str = ""
+    """name of the task that all sites must have; empty where the server does not say"""
     protocol: int = PROTOCOL
 
     @cached_property

@@ -129,7 +129,7 @@ class Site:
     ) -> None:
         where = torch.device(device)
         agreed = agree(model, terms.method, terms.work, weights=terms.weights, device=where, allow_noop=allow_noop)
-        refuse_other_terms(terms, agreed)
+        refuse_other_terms(terms, agreed, task.name)
         x, y = (part.to(where) for part in train)
         self.terms = terms
         self.client = client

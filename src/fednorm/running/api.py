@@ -29,6 +29,7 @@ from fednorm.running.results import Result, summarise
 from fednorm.running.run import Run
 from fednorm.running.same_program import engine_maker
 from fednorm.running.store import Store, save_tree
+from fednorm.running.tasks import targets_of
 from fednorm.running.threads import threads_of
 
 
@@ -91,14 +92,14 @@ def run(
     """Play one method and return its result.
 
     Everything has a default: `run(method="fixbn")` trains a small ResNet on the embedded images. `model` takes any
-    `nn.Module` or a name, `task` a `fednorm.Task` or an expression, `clients` one (x, y) pair or `Dataset` per client with `test` for all or for each,
-    `settings` any field of the config (`rounds=100, lr=0.1`). With `out` the run leaves a folder; `resume=True` goes
-    on in it.
+    `nn.Module` or a name, `task` a `fednorm.Task` or an expression, `clients` one (x, y) pair or `Dataset` per client
+    with `test` for all or for each, `settings` any field of the config (`rounds=100, lr=0.1`). With `out` the run
+    leaves a folder; `resume=True` goes on in it.
     """
     if clients is not None:
         if test is None:
             raise ConfigError("clients were given without test data; pass test=(x, y), or a list with one per client")
-        federation = from_clients(clients, test)
+        federation = from_clients(clients, test, task=targets_of(task or (config and config.task)))
     config = updated(config or RunConfig(), settings_to_fields(settings))
     names = {"method": method, "model": model, "task": task}
     config = updated(config, {field: name for field, name in names.items() if isinstance(name, str)})

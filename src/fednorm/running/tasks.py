@@ -30,6 +30,13 @@ def settle_task(
     return task, for_kind(federation, task.kind)
 
 
+def targets_of(task: str | AnyTask | None) -> str | None:
+    """The name by which data are told what their targets are for; None leaves it to them."""
+    if task is None:
+        return None
+    return parse_term(task, "task", EXAMPLE).name if isinstance(task, str) else task.kind or task.name
+
+
 def for_kind(federation: Federation, kind: str) -> Federation:
     """The data for another kind of task: how many outputs a model needs follows from their targets.
 

@@ -60,7 +60,7 @@ class CrossEntropy:
 
     weights: tuple[float, ...] = ()
     smoothing: float = 0.0
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
     _weight: Tensor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,3 +84,7 @@ class CrossEntropy:
         """The mean loss of some sums over this many examples; None where no class that counts has one."""
         total = float(sums["weight"]) if self.weights else count
         return float(sums["loss"]) / total if total else None
+
+
+PLAIN = CrossEntropy()
+"""All classes weigh the same, labels are sure."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fednorm.core.task import Sums
-from fednorm.scoring.class_weights import CrossEntropy
+from fednorm.scoring.class_weights import PLAIN, CrossEntropy
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Classification:
     """Cross-entropy and accuracy, overall and per class."""
 
     num_classes: int
-    entropy: CrossEntropy = CrossEntropy()
+    entropy: CrossEntropy = PLAIN
     name: str = "classification"
     kind: str = "classification"
     metric: str = "accuracy"
@@ -53,7 +53,7 @@ class Segmentation:
 
     num_classes: int
     ignore_index: int = 255
-    entropy: CrossEntropy = CrossEntropy()
+    entropy: CrossEntropy = PLAIN
     name: str = "segmentation"
     kind: str = "segmentation"
     metric: str = "miou"

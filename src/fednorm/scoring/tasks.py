@@ -28,7 +28,7 @@ class TaskData:
     ignore_index: int = -100
     counts: Callable[[], Sequence[int]] | None = None
     """how many training examples, or pixels, of each class all clients have together, where that is known"""
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
 
 
 TASKS = Factories[AnyTask]("task", EXAMPLE, given=TaskData, returns=cast(Any, AnyTask), called="fednorm.Task")
@@ -81,7 +81,7 @@ def make_task(
     >>> make_task("classification(smoothing=0.1)", 10).name
     'classification(smoothing=0.1)'
     """
-    data = TaskData(num_classes, ignore_index, counts, torch.device(device))
+    data = TaskData(num_classes, ignore_index, counts, str(device))
     try:
         term, made = TASKS.make(expression, data)
     except ConfigError as error:
