@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fednorm.core.method import Method as Method
     from fednorm.core.method import Part as Part
+    from fednorm.core.optim import Optimizer as Optimizer
+    from fednorm.core.optimizers import register_optimizer as register_optimizer
     from fednorm.core.state import Kind as Kind
     from fednorm.core.state import Policy as Policy
     from fednorm.core.state import entries as entries
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from fednorm.running.results import Result as Result
     from fednorm.running.resuming import resume as resume
     from fednorm.running.stopping import Stop as Stop
+    from fednorm.scoring.own_task import Task as Task
+    from fednorm.scoring.tasks import TaskData as TaskData
+    from fednorm.scoring.tasks import register_task as register_task
     from fednorm.views.export import export as export
 
 __version__ = "0.1.0"
@@ -51,6 +56,7 @@ _HOME = {
     "FednormError": "errors",
     "Kind": "core.state",
     "Method": "core.method",
+    "Optimizer": "core.optim",
     "Part": "core.method",
     "Policy": "core.state",
     "Reception": "halves.reception",
@@ -59,6 +65,8 @@ _HOME = {
     "Server": "halves.server",
     "Site": "halves.site",
     "Stop": "running.stopping",
+    "Task": "scoring.own_task",
+    "TaskData": "scoring.tasks",
     "Update": "halves.messages",
     "compare": "running.comparison",
     "entries": "core.state",
@@ -76,7 +84,9 @@ _HOME = {
     "register_data": "data.own",
     "register_model": "models.registry",
     "register_norm": "core.state",
+    "register_optimizer": "core.optimizers",
     "register_partition": "data.own",
+    "register_task": "scoring.tasks",
     "resume": "running.resuming",
     "run": "running.api",
     "split": "halves.loop",

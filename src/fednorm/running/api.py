@@ -12,6 +12,7 @@ from torch import nn
 
 from fednorm.core.method import Method
 from fednorm.core.state import digest
+from fednorm.core.task import AnyTask
 from fednorm.data.federation import Examples, Federation
 from fednorm.engines.ranks import Alone, join
 from fednorm.errors import ConfigError, FednormError, unknown
@@ -62,14 +63,11 @@ def settings_to_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(
-    config: RunConfig | None, objects: Objects, model: Any, use: Sequence[str], settings: Mapping[str, Any]
+    config: RunConfig | None, named: Mapping[str, Any], use: Sequence[str], settings: Mapping[str, Any]
 ) -> RunConfig:
-    """The config that keywords of `run` and `compare` describe; what it uses is imported."""
+    """The config that keywords of `run` and `compare` describe, those that are names; what it uses is imported."""
     config = updated(config or RunConfig(), settings_to_fields(settings))
-    names = {"model": model} if isinstance(model, str) else {}
-    if objects.federation is not None:
-        names |= {"data.name": objects.federation.name, "data.clients": len(objects.federation.clients)}
-    config = updated(config, names)
+    config = updated(config, {field: name for field, name in named.items() if isinstance(name, str)})
     return with_extensions(replace(config, use=(*config.use, *use)))
 
 
@@ -81,6 +79,7 @@ def run(
     clients: Sequence[Examples] | None = None,
     test: Sequence[Examples] | Examples | None = None,
     federation: Federation | None = None,
+    task: str | AnyTask | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     on_row: OnRow | None = None,
@@ -90,15 +89,14 @@ def run(
     """Play one method and return its result.
 
     Everything has a default: `run(method="fixbn")` trains a small ResNet on the embedded images. `model` takes any
-    `nn.Module` or a name, `clients` one (x, y) pair or `Dataset` per client with `test` for all or for each,
-    `settings` any field of the config (`rounds=100, lr=0.1`), `use` files or modules that register names. `on_row` is
-    told after every round which run and its row; raising `fednorm.Stop` in it ends the run there. With `out` the run
-    leaves a folder; `resume=True` goes on in it.
+    `nn.Module` or a name, `task` a `fednorm.Task` or an expression, `clients` one (x, y) pair or `Dataset` per client
+    with `test` for all or for each, `settings` any field of the config (`rounds=100, lr=0.1`), `use` files or modules
+    that register names. `on_row` is told after every round which run and its row; raising `fednorm.Stop` in it ends
+    the run there. With `out` the run leaves a folder; `resume=True` goes on in it.
     """
-    objects = gathered(model, clients, test, federation, method)
-    config = described(config, objects, model, use, settings)
-    if method is not None:
-        config = updated(config, {"method": method.name if isinstance(method, Method) else method})
+    config = described(config, {"method": method, "model": model, "task": task}, use, settings)
+    objects = gathered(model, clients, test, federation, method, task or config.task)
+    config = objects.named(config)
     ranks = join(config.engine.device)
     folder = RunFolder(Path(out)) if out is not None and ranks.first else None
     if folder and not (resume and folder.config.exists()):
@@ -250,6 +248,8 @@ def _summary(plan: Plan, run: Run) -> RunResult:
         seed=plan.config.seed,
         rounds=plan.config.rounds,
         metric=plan.task.metric,
+        higher_is_better=plan.task.higher_is_better,
+        percent=plan.task.percent,
         digest=digest(run.server.tree),
         notes=[*plan.prepared.notes, *run.notes()],
         ran=run.store.facts().get("ran") or run.ran(),

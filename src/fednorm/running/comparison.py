@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from fednorm.core.method import Method
+from fednorm.core.task import AnyTask
 from fednorm.data.federation import Examples, Federation
 from fednorm.engines.machine import find_device, refuse_ranks
 from fednorm.errors import ConfigError
@@ -40,6 +41,7 @@ def compare(
     config: RunConfig | None = None,
     *,
     model: nn.Module | str | None = None,
+    task: str | AnyTask | None = None,
     clients: Sequence[Examples] | None = None,
     test: Sequence[Examples] | Examples | None = None,
     federation: Federation | None = None,
@@ -57,10 +59,11 @@ def compare(
     was. `jobs` processes work at a time. On a CPU each run has one thread unless `engine.threads` says more, so that
     what comes out does not depend on `jobs`. Without `out` all files are gone with the result.
     """
-    objects = gathered(model, clients, test, federation)
+    config = described(config, {"model": model, "task": task}, use, settings)
+    objects = gathered(model, clients, test, federation, None, task or config.task)
     methods = [methods] if isinstance(methods, str | Method) else methods
     named = {each.name: each for each in methods if isinstance(each, Method)}
-    config, names = settled(methods, described(config, objects, model, use, settings), seeds, jobs)
+    config, names = settled(methods, objects.named(config), seeds, jobs)
     given = [*objects.names, *(["method"] if named else [])]
     wanted = {"compare": {"methods": names, "seeds": list(seeds)}, **stored_config(config, Objects()), "given": given}
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="fednorm-") if out is None else out))

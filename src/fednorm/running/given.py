@@ -9,14 +9,16 @@ from typing import Any
 from torch import nn
 
 from fednorm.core.method import Method
+from fednorm.core.task import AnyTask
 from fednorm.data.federation import Examples, Federation, from_clients
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.files import read_json
 from fednorm.running import extensions
-from fednorm.running.config import RunConfig, differences, from_dict, to_dict
+from fednorm.running.config import RunConfig, differences, from_dict, to_dict, updated
 from fednorm.running.consent import refuse_code
 from fednorm.running.folder import RunFolder
 from fednorm.running.plan import Plan, make_plan
+from fednorm.running.tasks import targets_of
 
 _BESIDE = ("given", "compare", "use_sha256", "data_digest")
 """What config.json holds beside the fields of the config."""
@@ -29,6 +31,7 @@ class Objects:
     model: nn.Module | None = None
     federation: Federation | None = None
     method: Method | None = None
+    task: AnyTask | None = None
 
     @property
     def names(self) -> list[str]:
@@ -36,7 +39,14 @@ class Objects:
 
     def plan(self, config: RunConfig) -> Plan:
         """The plan of a config with these in the place of its names."""
-        return make_plan(config, model=self.model, federation=self.federation, method=self.method)
+        return make_plan(config, model=self.model, federation=self.federation, method=self.method, task=self.task)
+
+    def named(self, config: RunConfig) -> RunConfig:
+        """The config with the names of what was given."""
+        names: dict[str, Any] = {"method": self.method.name} if self.method else {}
+        if self.federation is not None:
+            names |= {"data.name": self.federation.name, "data.clients": len(self.federation.clients)}
+        return updated(config, names)
 
 
 def gathered(
@@ -45,6 +55,7 @@ def gathered(
     test: Sequence[Examples] | Examples | None,
     federation: Federation | None,
     method: Method | str | None = None,
+    task: AnyTask | str | None = None,
 ) -> Objects:
     """The objects among what `run`, `compare`, `resume` and `export` take; data may come as clients and tests."""
     if clients is not None:
@@ -52,11 +63,14 @@ def gathered(
             raise ConfigError("clients and federation were both given; give one of them")
         if test is None:
             raise ConfigError("clients were given without test data; pass test=(x, y), or a list with one per client")
-        federation = from_clients(clients, test)
+        federation = from_clients(clients, test, task=targets_of(task))
     elif test is not None:
         raise ConfigError("test data was given without clients; pass clients=[...], one data set each")
     return Objects(
-        model if isinstance(model, nn.Module) else None, federation, method if isinstance(method, Method) else None
+        model if isinstance(model, nn.Module) else None,
+        federation,
+        method if isinstance(method, Method) else None,
+        None if isinstance(task, str) else task,
     )
 
 
@@ -113,7 +127,7 @@ def check_given(folder: RunFolder, stored: Mapping[str, Any], now: Sequence[str]
     raise ConfigError(f"'{folder.path}' was started without objects from Python; continue it without {names}")
 
 
-_ARGUMENTS = {"model": "model", "federation": "clients", "method": "method"}
+_ARGUMENTS = {"model": "model", "federation": "clients", "method": "method", "task": "task"}
 
 
 def check_stored(folder: RunFolder, expected: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from fednorm.core.method import Method
+from fednorm.core.task import AnyTask
 from fednorm.data.federation import Examples, Federation
 from fednorm.engines.machine import refuse_ranks
 from fednorm.errors import CheckpointError
@@ -19,7 +20,7 @@ from fednorm.running.api import resume_folder
 from fednorm.running.comparison import cells_of, play_comparison
 from fednorm.running.config import updated
 from fednorm.running.folder import RunFolder
-from fednorm.running.given import Objects, check_given, gathered, read_config, read_stored
+from fednorm.running.given import Objects, check_given, config_in, gathered, read_config, read_stored
 from fednorm.running.longer import Lengthening, lengthening, refuse_unless_wanted, set_rounds
 from fednorm.running.plan import Plan
 from fednorm.running.records import OnRow, RunId, RunResult, read_result
@@ -32,6 +33,7 @@ def resume(
     *,
     method: Method | Sequence[Method] | None = None,
     model: nn.Module | None = None,
+    task: AnyTask | None = None,
     clients: Sequence[Examples] | None = None,
     test: Sequence[Examples] | Examples | None = None,
     federation: Federation | None = None,
@@ -51,8 +53,10 @@ def resume(
     """
     run = RunFolder(Path(folder))
     methods = [] if method is None else [method] if isinstance(method, Method) else list(method)
-    is_comparison = "compare" in read_stored(run)
-    objects = gathered(model, clients, test, federation, None if is_comparison else next(iter(methods), None))
+    stored = read_stored(run)
+    is_comparison = "compare" in stored
+    alone = None if is_comparison else next(iter(methods), None)
+    objects = gathered(model, clients, test, federation, alone, task or config_in(stored).task)
     named = {each.name: each for each in methods}
     if rounds is not None:
         refuse_ranks("a run of another length")

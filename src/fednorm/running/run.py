@@ -14,9 +14,9 @@ from fednorm.engines.ranks import Alone
 from fednorm.errors import ConfigError, FednormError
 from fednorm.halves.exchange import diverged
 from fednorm.halves.prepared_phase import PreparedPhase
-from fednorm.halves.server import Server
 from fednorm.running.config import differences, from_dict, to_dict
-from fednorm.running.evaluate import Scores, evaluate
+from fednorm.running.evaluate import Scores, evaluate, metric_facts
+from fednorm.running.failing import WorldServer
 from fednorm.running.how_it_ran import how_it_ran
 from fednorm.running.in_step import play_in_step
 from fednorm.running.keeping import Keeper
@@ -62,9 +62,10 @@ class Run:
         self.engine_name, self.engine = make(plan, remembered, alone)
         self._ran_before: Ran | None = facts.get("ran")
         stored = {name: to_device(store.tree(name), plan.device) for name in ("model", "memory") if facts}
-        self.server = Server(
+        self.server = WorldServer(
             plan,
             plan.federation.training_clients,
+            world=plan.world,
             per_round=plan.cohort_size,
             quorum=plan.config.engine.quorum,
             score_every=plan.config.eval_every,
@@ -129,6 +130,7 @@ class Run:
                 break
             if exchange.purpose is Purpose.SCORE:
                 server.row["eval"] = self._scores(exchange.phase)
+                server.row["metric"] = metric_facts(self.plan.task)
                 server.note_scores()
             else:
                 played = yield Order(exchange, server, self.plan, self.store, self.ranks, self._probing(number))
