@@ -21,7 +21,7 @@ class Federation:
 
     Images stay uint8 (N, C, H, W) until a batch is drawn; `mean` and `std` then turn them into floats. Float inputs
     pass through. `own_test` holds the test rows that look like a client's own data, `domains` the test rows by domain.
-    Clients listed in `unseen` never train.
+    Clients listed in `unseen` never train. `client_names` is empty where clients have numbers only.
     """
 
     name: str
@@ -39,6 +39,11 @@ class Federation:
     classes: tuple[str, ...] = ()
     task: str = "classification"
     ignore_index: int = -100
+    client_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """what a user should know about how the data were read and prepared"""
+    preprocessing: Mapping[str, object] = field(default_factory=dict)
+    """how inputs were made of what lay in files, as JSON values: a model is of no use without"""
 
     @cached_property
     def training_clients(self) -> Sequence[int]:
