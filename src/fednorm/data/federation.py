@@ -15,13 +15,22 @@ from fednorm.data.pool import Pool
 from fednorm.errors import ConfigError
 
 
+def called(client: int, names: Sequence[str] = ()) -> str:
+    """A client as texts name it.
+
+    >>> called(1), called(1, ["north", "south"])
+    ('client 1', "client 1 ('south')")
+    """
+    return f"client {client} ('{names[client]}')" if names else f"client {client}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Federation:
     """Training and test pools with the rows of every client.
 
     Images stay uint8 (N, C, H, W) until a batch is drawn; `mean` and `std` then turn them into floats. Float inputs
     pass through. `own_test` holds the test rows that look like a client's own data, `domains` the test rows by domain.
-    Clients listed in `unseen` never train.
+    Clients listed in `unseen` never train. `client_names` is empty where clients have numbers only.
     """
 
     name: str
@@ -39,12 +48,15 @@ class Federation:
     classes: tuple[str, ...] = ()
     task: str = "classification"
     ignore_index: int = -100
-    names: Sequence[str] = ()
-    """what the clients are called, where they have names"""
+    client_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """what a user should know about how the data were read and prepared"""
+    preprocessing: Mapping[str, object] = field(default_factory=dict)
+    """how inputs were made of what lay in files, as JSON values: a model is of no use without"""
 
     def called(self, client: int) -> str:
         """A client as texts name it: by its number, and its name where it has one."""
-        return f"client {client} ('{self.names[client]}')" if self.names else f"client {client}"
+        return called(client, self.client_names)
 
     @cached_property
     def training_clients(self) -> Sequence[int]:
