@@ -28,6 +28,7 @@ def test_public_names_are_pinned() -> None:
         "entries",
         "found",
         "from_clients",
+        "from_pool",
         "kinds",
         "known_methods",
         "load",

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from fednorm.core.state import kinds as kinds
     from fednorm.core.state import register_norm as register_norm
     from fednorm.data.federation import Federation as Federation
-    from fednorm.data.federation import from_clients as from_clients
+    from fednorm.data.given import from_clients as from_clients
+    from fednorm.data.given import from_pool as from_pool
     from fednorm.errors import ConfigError as ConfigError
     from fednorm.errors import FednormError as FednormError
     from fednorm.halves import wire as wire
@@ -54,7 +55,8 @@ _HOME = {
     "compare": "running.comparison",
     "entries": "core.state",
     "found": "halves.founding",
-    "from_clients": "data.federation",
+    "from_clients": "data.given",
+    "from_pool": "data.given",
     "kinds": "core.state",
     "known_methods": "methods",
     "load": "halves.loop",

@@ -15,7 +15,8 @@ from torch import nn
 from fednorm.core.method import Method
 from fednorm.core.state import digest
 from fednorm.data.digest import data_digests
-from fednorm.data.federation import Examples, Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples, from_clients
 from fednorm.engines.ranks import Alone, join
 from fednorm.errors import CheckpointError, ConfigError, FednormError, unknown
 from fednorm.files import read_json, write_json

@@ -23,6 +23,7 @@ from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
 from fednorm.data.checks import check
 from fednorm.data.federation import Federation
+from fednorm.data.live import usual_loaders
 from fednorm.engines.machine import find_device
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.halves.messages import LocalWork
@@ -85,8 +86,11 @@ def make_plan(
     )
     _check_batch_size(config, method, agreed.prepared)
     _check_momentum(config, method)
+    loaders = usual_loaders() if config.engine.loaders is None else config.engine.loaders
     federation = replace(
         federation,
+        live=federation.live and federation.live.with_loaders(loaders),
+        live_test=federation.live_test and federation.live_test.with_loaders(loaders),
         x=federation.x.to(device),
         y=federation.y.to(device),
         test_x=federation.test_x.to(device),
