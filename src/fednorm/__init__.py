@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from fednorm.core.state import kinds as kinds
     from fednorm.core.state import register_norm as register_norm
     from fednorm.data.federation import Federation as Federation
-    from fednorm.data.federation import from_clients as from_clients
+    from fednorm.data.given import from_clients as from_clients
+    from fednorm.data.given import from_pool as from_pool
     from fednorm.data.own import register_data as register_data
     from fednorm.data.own import register_partition as register_partition
     from fednorm.errors import ConfigError as ConfigError
@@ -72,7 +73,8 @@ _HOME = {
     "entries": "core.state",
     "export": "views.export",
     "found": "halves.founding",
-    "from_clients": "data.federation",
+    "from_clients": "data.given",
+    "from_pool": "data.given",
     "kinds": "core.state",
     "known_methods": "methods",
     "load": "halves.loop",

@@ -59,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "client 1 has no examples; leave it out or give it data",
     ),
     (
-        {"clients": (torch.arange(4), torch.arange(0)), "names": ("north", "south")},
+        {"clients": (torch.arange(4), torch.arange(0)), "client_names": ("north", "south")},
         "client 1 ('south') has no examples; leave it out or give it data",
     ),
     (

@@ -13,7 +13,8 @@ from torch import nn
 from fednorm.core.method import Method
 from fednorm.core.state import digest
 from fednorm.core.task import AnyTask
-from fednorm.data.federation import Examples, Federation
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
 from fednorm.engines.ranks import Alone, join
 from fednorm.errors import ConfigError, FednormError, unknown
 from fednorm.files import write_json
@@ -133,7 +134,7 @@ def resume_folder(
 ) -> Result:
     """Start or continue the run of a folder; a finished one returns its result."""
     objects = objects or Objects()
-    check_given(folder, read_stored(folder), objects.names)
+    check_given(folder, read_stored(folder), objects)
     if plan is None:
         plan = objects.plan(read_config(folder, allow_code=allow_code, use=use)[0])
     if not join(plan.config.engine.device).first:

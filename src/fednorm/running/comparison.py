@@ -18,7 +18,8 @@ from torch import nn
 
 from fednorm.core.method import Method
 from fednorm.core.task import AnyTask
-from fednorm.data.federation import Examples, Federation
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
 from fednorm.engines.machine import find_device, refuse_ranks
 from fednorm.errors import ConfigError
 from fednorm.files import write_json
@@ -28,7 +29,16 @@ from fednorm.running.cells import Cell, cells_in, packs, play_cells
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.extensions import warn_of_changes, with_extensions
 from fednorm.running.folder import RunFolder
-from fednorm.running.given import Objects, check_given, check_stored, gathered, read_config, read_stored, stored_config
+from fednorm.running.given import (
+    Objects,
+    check_given,
+    check_stored,
+    gathered,
+    given_names,
+    read_config,
+    read_stored,
+    stored_config,
+)
 from fednorm.running.in_processes import play_in_processes
 from fednorm.running.records import OnRow
 from fednorm.running.results import Result
@@ -64,8 +74,8 @@ def compare(
     methods = [methods] if isinstance(methods, str | Method) else methods
     named = {each.name: each for each in methods if isinstance(each, Method)}
     config, names = settled(methods, objects.named(config), seeds, jobs)
-    given = [*objects.names, *(["method"] if named else [])]
-    wanted = {"compare": {"methods": names, "seeds": list(seeds)}, **stored_config(config, Objects()), "given": given}
+    given = {"given": given_names(objects, named)}
+    wanted = {"compare": {"methods": names, "seeds": list(seeds)}, **stored_config(config, objects), **given}
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="fednorm-") if out is None else out))
     try:
         cells = cells_in(wanted, folder, objects, named)
@@ -115,16 +125,17 @@ def cells_of(
     objects, methods = objects or Objects(), methods or {}
     stored = read_stored(folder)
     config, _ = read_config(folder, allow_code=allow_code, use=use)
-    check_given(folder, stored, [*objects.names, *(["method"] if methods else [])])
+    check_given(folder, stored, objects, methods)
     with_extensions(config)
     return cells_in(stored, folder, objects, methods)
 
 
 def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_row: OnRow | None) -> Result:
     """Play what is left of some runs and write their joint result."""
+    data = read_stored(folder).get("given_data")  # whoever made the cells compared them
     with folder.locked():
         for cell in cells:
-            expected = stored_config(cell.config, cell.objects)
+            expected = stored_config(cell.config, cell.objects, data)
             if not cell.folder.config.exists():
                 cell.folder.create(expected)
             check_stored(cell.folder, expected)  # it may have come from elsewhere, and would be believed

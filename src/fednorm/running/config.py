@@ -101,6 +101,8 @@ class EngineConfig:
     """CPU threads; 0: torch's choice, and one with the engine auto"""
     workers: int = 0
     """processes of the workers engine; 0: one per core"""
+    loaders: int | None = None
+    """processes that read data which are not kept in memory; 0: none; default: one per core, up to 4"""
     quorum: float | None = None
     """go on without clients whose update is refused while this share remains; default: stop at the first"""
     checkpoint_every: int | None = None
@@ -207,6 +209,7 @@ def _check_ranges(config: RunConfig) -> None:
         "eval.probe_every": (config.eval.probe_every, 1),
         "engine.threads": (config.engine.threads, 0),
         "engine.workers": (config.engine.workers, 0),
+        "engine.loaders": (config.engine.loaders, 0),
         "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
     }
     for name, (value, least) in at_least.items():

@@ -21,6 +21,7 @@ from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
 from fednorm.data.checks import check
 from fednorm.data.federation import Federation
+from fednorm.data.live import usual_loaders
 from fednorm.data.own import load_own
 from fednorm.engines.ignored import refuse_ignored, refuse_nothing_to_narrow
 from fednorm.engines.machine import find_device
@@ -93,8 +94,11 @@ def make_plan(
     _check_batch_size(config, method, agreed.prepared)
     _check_momentum(config, method, agreed.optimizer)
     refuse_nothing_to_narrow(config.engine, agreed.prepared.model, agreed.prepared.name)
+    loaders = usual_loaders() if config.engine.loaders is None else config.engine.loaders
     federation = replace(
         federation,
+        live=federation.live and federation.live.with_loaders(loaders),
+        live_test=federation.live_test and federation.live_test.with_loaders(loaders),
         x=federation.x.to(device),
         y=federation.y.to(device),
         test_x=federation.test_x.to(device),

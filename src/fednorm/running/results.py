@@ -14,7 +14,8 @@ from torch import nn
 
 from fednorm.core.method import Method
 from fednorm.core.task import AnyTask
-from fednorm.data.federation import Examples, Federation
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
 from fednorm.errors import ConfigError, require, unknown
 from fednorm.files import written_whole
 from fednorm.running.pictures import curves as draw_curves

@@ -12,7 +12,8 @@ from torch import nn
 
 from fednorm.core.method import Method
 from fednorm.core.task import AnyTask
-from fednorm.data.federation import Examples, Federation
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
 from fednorm.engines.machine import refuse_ranks
 from fednorm.errors import CheckpointError
 from fednorm.files import read_json
@@ -81,7 +82,7 @@ def _lengthen(
     if "compare" in stored:
         cells = cells_of(run, objects=objects, methods=methods, use=use, allow_code=allow_code)
     else:
-        check_given(run, stored, objects.names)
+        check_given(run, stored, objects)
         cells = []
     config, _ = read_config(run, use=use, allow_code=allow_code)
     parts = [(cell.folder, cell.config, cell.objects) for cell in cells] or [(run, config, objects)]
@@ -126,7 +127,7 @@ def load_result(
 
     def plan(id: RunId) -> Plan:
         stored = read_stored(run)
-        check_given(run, stored, [*objects.names, *(["method"] if methods else [])])
+        check_given(run, stored, objects, methods)
         config, _ = read_config(run, allow_code=allow_code, use=use)
         return replace(objects, method=methods.get(id.method)).plan(updated(config, id._asdict()))
 

@@ -11,7 +11,8 @@ from fednorm import __version__
 from fednorm.core.method import Method
 from fednorm.core.state import Tree, is_norm, model_state
 from fednorm.core.task import AnyTask
-from fednorm.data.federation import Examples, Federation
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.files import disk_errors
 from fednorm.pieces.fold import fold_with_report
@@ -49,7 +50,7 @@ def export(
     if "compare" in stored:
         raise ConfigError(f"'{folder}' is a comparison; export one of the runs in it")
     objects = gathered(model, clients, test, federation, method, task or config_in(stored).task)
-    check_given(run, stored, objects.names)
+    check_given(run, stored, objects)
     config, _ = read_config(run, allow_code=allow_code, use=use)
     if not run.state.exists():
         raise CheckpointError(f"'{folder}' has no state yet; start it with `fednorm resume {folder}`")

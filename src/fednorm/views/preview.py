@@ -52,7 +52,7 @@ def estimate(plan: Plan) -> dict[str, float]:
     everyone = (UNION,) if union else federation.training_clients
     share = 1.0 if union else plan.cohort_size / len(everyone)
     steps = share * steps_per_round(plan, everyone)
-    scored = len(federation.test_y) + sum(map(len, federation.own_test))
+    scored = federation.num_tests + sum(map(len, federation.own_test))
     evaluations = math.ceil(config.rounds / config.eval_every)
     seconds = config.rounds * steps * step + evaluations * scored * example
     return {"seconds": seconds, "seconds_per_step": step, "steps_per_round": steps, "evaluations": evaluations}
@@ -71,9 +71,9 @@ def _seconds_of_step(plan: Plan) -> float:
 
 def _seconds_of_example(plan: Plan) -> float:
     federation = plan.federation
-    rows = torch.arange(min(len(federation.test_y), plan.config.eval.chunk))
+    rows = torch.arange(min(federation.num_tests, plan.config.eval.chunk))
     started = time.perf_counter()
     with UserCode(plan.prepared.name):
-        sums = plan.scorer.rows(plan.initial(), (federation.test_x, federation.test_y), rows)
+        sums = plan.scorer.rows(plan.initial(), federation.tests, rows)
     float(sums["loss"])  # waits for the device
     return (time.perf_counter() - started) / len(rows)

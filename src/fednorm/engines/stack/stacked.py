@@ -188,14 +188,19 @@ class StackTrainer:
         model, lockstep = self.sites.prepared.model, phase.phase.lockstep
         firsts = [job.first_of(number) for job in jobs]
         counts = [job.steps[number] for job in jobs]
+        groups = [self._equal_batches(jobs, firsts, counts, turn, turn < lockstep) for turn in range(max(counts))]
+        batches = self.sites.batches.stacks(
+            ([jobs[row].client for row in group], [firsts[row] + turn for row in group])
+            for turn, some in enumerate(groups)
+            for group in some
+        )
         with training_mode(model, each.rule.hold):
-            for turn in range(max(counts)):
+            for turn, some in enumerate(groups):
                 together = turn < lockstep
                 set_lockstep(model, together)
                 try:
-                    rows = [row for row, count in enumerate(counts) if turn < count]
-                    for group in self._equal_batches(jobs, firsts, rows, turn, together):
-                        new, seen = self._step(step, carry, jobs, firsts, group, turn, numbers)
+                    for group in some:
+                        new, seen = self._step(step, carry, Batch(*next(batches)), group, len(jobs), numbers)
                         carry = _put_back(carry, new, group, len(jobs))
                         for index, row in enumerate(group):
                             losses[row].append(seen.loss[index])
@@ -208,9 +213,10 @@ class StackTrainer:
         return carry
 
     def _equal_batches(
-        self, jobs: Sequence[Job], firsts: Sequence[int], rows: Sequence[int], turn: int, together: bool
+        self, jobs: Sequence[Job], firsts: Sequence[int], counts: Sequence[int], turn: int, together: bool
     ) -> list[list[int]]:
         """Rows of the clients that still train, in groups whose batches have one size, as each would see alone."""
+        rows = [row for row, count in enumerate(counts) if turn < count]
         clients = [jobs[row].client for row in rows]
         sizes = self.sites.batches.sizes(clients, [firsts[row] + turn for row in rows])
         if together:
@@ -224,15 +230,13 @@ class StackTrainer:
         self,
         step: Step,
         carry: Carry,
-        jobs: Sequence[Job],
-        firsts: Sequence[int],
+        batch: Batch,
         rows: list[int],
-        turn: int,
+        count: int,
         numbers: Mapping[str, float],
     ) -> tuple[Carry, Seen]:
-        clients = [jobs[row].client for row in rows]
-        batch = Batch(*self.sites.batches.stack(clients, [firsts[row] + turn for row in rows]))
-        if len(rows) < len(jobs):
+        """One step of some of the clients in the stack, of which there are `count`."""
+        if len(rows) < count:
             index = torch.tensor(rows, device=batch.x.device)
             carry = Carry(*({key: value[index] for key, value in tree.items()} for tree in carry))
         return step(carry, batch, numbers)
