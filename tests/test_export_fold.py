@@ -15,7 +15,8 @@ from command import TINY
 from command import fednorm as command_line
 from fednorm import models
 from fednorm.core.state import is_norm
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 from fednorm.errors import ConfigError
 from fednorm.halves.prepared import prepare
 from fednorm.layers.ws_conv import WSConv2d

@@ -31,6 +31,7 @@ def test_public_names_are_pinned() -> None:
         "export",
         "found",
         "from_clients",
+        "from_pool",
         "kinds",
         "known_methods",
         "load",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fednorm.cli.table import Table, fitted, wrapped
+from fednorm.files import json_text
 
 if TYPE_CHECKING:
     from fednorm.running.results import Result
@@ -36,7 +36,7 @@ def complain(problem: object) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    print(json_text(value, indent=2))
 
 
 def width() -> int | None:
@@ -99,7 +99,8 @@ def print_scores(result: Result) -> None:
         if how in FOOTNOTES and how not in marks:
             marks[how] = _MARKS[len(marks)]
         cells = [
-            cell_text(line.get(name)) + (marks.get(how, "") if name == "pooled" and name in line else "")
+            cell_text(line.get(name), result.percent)
+            + (marks.get(how, "") if name == "pooled" and name in line else "")
             for name in shown
         ]
         sent = size_text(line["bytes_per_round"]) if line["bytes_per_round"] else "-"
@@ -112,4 +113,6 @@ def print_scores(result: Result) -> None:
     over = (
         f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     )
-    say(f"{result.metric} in percent after the last round, {over}")
+    unit = " in percent" if result.percent else ""
+    better = "" if result.higher_is_better else ", lower is better"
+    say(f"{result.metric}{unit} after the last round{better}, {over}")

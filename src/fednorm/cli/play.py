@@ -19,7 +19,7 @@ def play_run(asked: Asked) -> None:
     """Play the one run that was asked for and print what came out."""
     from fednorm.running.api import run
 
-    out = asked.out or fresh(asked.config.method)
+    out = place_of(asked, [asked.config.method])
     folders = one_folder(asked, out)
     finish(asked, watch(asked, out, folders, lambda tell: run(asked.config, out=out, on_row=tell)))
 
@@ -28,12 +28,17 @@ def play_comparison(asked: Asked, methods: list[str]) -> None:
     """Play every method with every seed and print the table."""
     from fednorm.running.comparison import compare
 
-    out = asked.out or fresh("compare" if len(methods) > 1 else methods[0])
+    out = place_of(asked, methods)
 
     def work(tell: OnRow) -> Result:
         return compare(methods, asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
 
     finish(asked, watch(asked, out, all_folders(methods, asked.seeds, out), work))
+
+
+def place_of(asked: Asked, methods: list[str]) -> Path:
+    """The folder that was asked for, or a new one named after what runs."""
+    return asked.out or fresh("compare" if len(methods) > 1 else methods[0])
 
 
 def one_folder(asked: Asked, out: Path) -> dict[RunId, Path]:
@@ -54,16 +59,22 @@ def _run_id(expression: str, seed: int) -> RunId:
     return RunId("+".join(map(str, parse_terms(expression, "method", "fixbn(at=0.5)"))), seed)
 
 
-def watch(asked: Asked, out: Path, folders: Mapping[RunId, Path], work: Callable[[OnRow], Result]) -> Result:
-    """Do the work with the observers that were asked for; a signal ends it with a word on how to continue."""
-    from fednorm.running.config import flat
-    from fednorm.running.observers import Tracking, watching
-    from fednorm.running.progress import done_before
-    from fednorm.running.stopping import Interrupted
+def refuse_watchers(asked: Asked) -> None:
+    """Refuse observers that are not known, or whose packages are missing."""
     from fednorm.running.trackers import check_tracker
 
     for name, flag in asked.trackers.items():
         check_tracker(name, flag)
+
+
+def watch(asked: Asked, out: Path, folders: Mapping[RunId, Path], work: Callable[[OnRow], Result]) -> Result:
+    """Do the work with the observers that were asked for; a signal ends it with a word on how to continue."""
+    refuse_watchers(asked)
+    from fednorm.running.config import flat
+    from fednorm.running.observers import Tracking, watching
+    from fednorm.running.progress import done_before
+    from fednorm.running.stopping import Interrupted
+
     stream = None if asked.quiet else sys.stderr if asked.json else sys.stdout
     tracking = Tracking(list(asked.trackers), out, flat(asked.config))
     before = done_before(folders)
@@ -103,7 +114,7 @@ def rounds_done(out: Path) -> int | None:
 
 def finish(asked: Asked, result: Result) -> None:
     """Print a result, as a table or as JSON; a comparison also says what it showed, and draws it."""
-    from fednorm.running.records import score_of
+    from fednorm.running.records import number_text, score_of
     from fednorm.views.seen import draw_curves, what_was_seen
 
     several = len(result.runs) > 1 and result.folder is not None
@@ -120,7 +131,7 @@ def finish(asked: Asked, result: Result) -> None:
         if run["best_validation"]:
             best = run["best_validation"]
             scores = ", ".join(
-                f"{name} {score_of(best, name, result.metric):.1f}"
+                f"{name} {number_text(score_of(best, name, result.metric), result.percent)}"
                 for name in best
                 if name not in ("round", "validation")
             )

@@ -14,6 +14,8 @@ from fednorm.running.consent import refuse_code
 from fednorm.running.extensions import resolved
 from fednorm.running.recipe import Recipe, read_recipe
 
+_EXCLUSIVE = (("train.local_steps", "train.local_epochs"), ("clients_per_round", "client_fraction"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
@@ -62,9 +64,10 @@ def resolve(
         config = replace(config, use=resolved(config.use, file.parent.absolute()))
         replaced = {name: getattr(RunConfig(), name) for name in ("model", "use") if name in changes}
         refuse_code(replace(config, **replaced), file, allow_code, typed)
-    for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
-        if f"train.{mine}" in changes and f"train.{other}" not in changes:
-            changes[f"train.{other}"] = None  # the file's choice gives way to the one on the command line
+    for pair in _EXCLUSIVE:
+        for mine, other in (pair, pair[::-1]):
+            if mine in changes and other not in changes:
+                changes[other] = None  # the file's choice gives way to the one on the command line
     config = updated(config, changes)
     return replace(config, use=resolved((*config.use, *typed))), recipe
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fednorm.core.method import Method
 from fednorm.core.phases import PhaseId
 from fednorm.core.state import Tree, is_batch_norm
+from fednorm.data.live import LiveRows
 from fednorm.errors import FednormError, first_line
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.schema import Schema
@@ -95,22 +96,34 @@ def to_message(sites: Sites) -> WorkerMessage:
     if not phases:
         raise refusals[0]
     pool, nothing = sites.batches.pool, torch.empty(0)
+    # A worker reads for itself: there are as many as cores, and their processes may not have processes of their own.
+    live = pool.live and pool.live.with_loaders(0)
     prepared = replace(sites.prepared, method=Method(), initial={}, notes=())
     parts = {
         "sites": Sites(
             prepared=prepared,
             work=sites.work,
+            optimizer=sites.optimizer,
             device=sites.device,
-            batches=replace(sites.batches, pool=replace(pool, x=nothing, y=nothing)),
+            batches=replace(sites.batches, pool=replace(pool, x=nothing, y=nothing, live=None)),
             task=sites.task,
             probes=sites.probes,
         ),
         "phases": phases,
+        "live": _packed_data(live),
         "batch_norms": _batch_norms(prepared.model),
         "default_dtype": torch.get_default_dtype(),
     }
     packed = pack(parts, "the model" if _refused(prepared) else "the plan")
     return WorkerMessage(packed, shared(pool.x), shared(pool.y), tuple(phases))
+
+
+def _packed_data(live: LiveRows | None) -> bytes:
+    try:
+        return pack(live, "the data set")
+    except CannotSend as refusal:
+        advice = "transforms must be functions or classes that a module defines, no lambdas"
+        raise CannotSend(f"{refusal}: {advice}") from refusal
 
 
 def shared(tensor: Tensor) -> Tensor:
@@ -152,7 +165,7 @@ def from_message(message: WorkerMessage) -> tuple[Sites, dict[PhaseId, PreparedP
             f"'{min(strange)}' was registered as a norm in the running program alone; "
             "register it in the module that defines it"
         )
-    pool = replace(sites.batches.pool, x=message.x, y=message.y)
+    pool = replace(sites.batches.pool, x=message.x, y=message.y, live=load(parts["live"]))
     sites = replace(sites, batches=replace(sites.batches, pool=pool))
     return sites, {id: load(packed) for id, packed in parts["phases"].items()}
 

@@ -12,7 +12,9 @@ from torch import nn
 
 from fednorm.core.method import Method
 from fednorm.core.state import digest
-from fednorm.data.federation import Examples, Federation
+from fednorm.core.task import AnyTask
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
 from fednorm.engines.ranks import Alone, join
 from fednorm.errors import ConfigError, FednormError, unknown
 from fednorm.files import write_json
@@ -30,6 +32,7 @@ from fednorm.running.stopping import Interrupted, Stop, orderly_stop
 from fednorm.running.store import Store, save_tree
 from fednorm.running.threads import threads_of
 from fednorm.running.trained import Trained, Which, model_of
+from fednorm.running.trial import try_out
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,12 @@ def settings_to_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def settled(
-    config: RunConfig | None, objects: Objects, model: Any, use: Sequence[str], settings: Mapping[str, Any]
+def described(
+    config: RunConfig | None, named: Mapping[str, Any], use: Sequence[str], settings: Mapping[str, Any]
 ) -> RunConfig:
-    """The config that keywords of `run` and `compare` describe; what it uses is imported."""
+    """The config that keywords of `run` and `compare` describe, those that are names; what it uses is imported."""
     config = updated(config or RunConfig(), settings_to_fields(settings))
-    names = {"model": model} if isinstance(model, str) else {}
-    if objects.federation is not None:
-        names |= {"data.name": objects.federation.name, "data.clients": len(objects.federation.clients)}
-    config = updated(config, names)
+    config = updated(config, {field: name for field, name in named.items() if isinstance(name, str)})
     return with_extensions(replace(config, use=(*config.use, *use)))
 
 
@@ -80,6 +80,7 @@ def run(
     clients: Sequence[Examples] | None = None,
     test: Sequence[Examples] | Examples | None = None,
     federation: Federation | None = None,
+    task: str | AnyTask | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     on_row: OnRow | None = None,
@@ -89,20 +90,23 @@ def run(
     """Play one method and return its result.
 
     Everything has a default: `run(method="fixbn")` trains a small ResNet on the embedded images. `model` takes any
-    `nn.Module` or a name, `clients` one (x, y) pair or `Dataset` per client with `test` for all or for each,
-    `settings` any field of the config (`rounds=100, lr=0.1`), `use` files or modules that register names. `on_row` is
-    told after every round which run and its row; raising `fednorm.Stop` in it ends the run there. With `out` the run
-    leaves a folder; `resume=True` goes on in it.
+    `nn.Module` or a name, `task` a `fednorm.Task` or an expression, `clients` one (x, y) pair or `Dataset` per client
+    with `test` for all or for each, `settings` any field of the config (`rounds=100, lr=0.1`), `use` files or modules
+    that register names. `on_row` is told after every round which run and its row; raising `fednorm.Stop` in it ends
+    the run there. With `out` the run leaves a folder; `resume=True` goes on in it.
     """
-    objects = gathered(model, clients, test, federation, method)
-    config = settled(config, objects, model, use, settings)
-    if method is not None:
-        config = updated(config, {"method": method.name if isinstance(method, Method) else method})
+    config = described(config, {"method": method, "model": model, "task": task}, use, settings)
+    objects = gathered(model, clients, test, federation, method, task or config.task)
+    config = objects.named(config)
     ranks = join(config.engine.device)
+    folder = RunFolder(Path(out)) if out is not None and ranks.first else None
+    if folder and not (resume and folder.config.exists()):
+        folder.refuse_place()
     plan = objects.plan(config)
-    if out is None or not ranks.first:
+    try_out(plan, objects.model)
+    if folder is None:
         return in_memory(plan, on_row)
-    folder, expected = RunFolder(Path(out)), stored_config(plan.config, objects)
+    expected = stored_config(plan.config, objects)
     if not (resume and folder.config.exists()):
         folder.create(expected)
     check_stored(folder, expected)
@@ -130,7 +134,7 @@ def resume_folder(
 ) -> Result:
     """Start or continue the run of a folder; a finished one returns its result."""
     objects = objects or Objects()
-    check_given(folder, read_stored(folder), objects.names)
+    check_given(folder, read_stored(folder), objects)
     if plan is None:
         plan = objects.plan(read_config(folder, allow_code=allow_code, use=use)[0])
     if not join(plan.config.engine.device).first:
@@ -245,8 +249,11 @@ def _summary(plan: Plan, run: Run) -> RunResult:
         seed=plan.config.seed,
         rounds=plan.config.rounds,
         metric=plan.task.metric,
+        higher_is_better=plan.task.higher_is_better,
+        percent=plan.task.percent,
         digest=digest(run.server.tree),
         notes=[*plan.prepared.notes, *run.notes()],
+        ran=run.store.facts().get("ran") or run.ran(),
     )
 
 

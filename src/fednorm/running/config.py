@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fednorm.core.schedule import check_warmup
 from fednorm.errors import ConfigError, unknown
 
 
@@ -46,8 +47,10 @@ class TrainConfig:
     """passes over its data a client makes in a round (exclusive with local_steps)"""
     batch_size: int = 20
     """examples in a client's batch"""
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """local optimizer"""
+    optimizer: str = "sgd"
+    """local optimizer: sgd, sgd(nesterov=true), adam(beta1=0.9,beta2=0.999,eps=1e-8), adamw(...), or one of your own"""
+    nesterov: bool = False
+    """whether the momentum of sgd is Nesterov's"""
     lr: float = 0.05
     """learning rate of the first round"""
     momentum: float = 0.9
@@ -58,6 +61,8 @@ class TrainConfig:
     """whether weight decay also acts on vectors: gamma, beta and biases"""
     schedule: str = "constant"
     """learning rate by round: constant, step (x0.1 at 50 % and 75 %), step(factor=0.1,at=0.3/0.6), cosine, linear"""
+    warmup: float = 0.0
+    """rounds in which the learning rate rises to what the schedule says, or a share of all rounds below 1"""
     augment: str = "none"
     """augmentation of training batches: none, flip, crop(2)+flip"""
     weights: Literal["size", "uniform"] = "size"
@@ -96,10 +101,24 @@ class EngineConfig:
     """CPU threads; 0: torch's choice, and one with the engine auto"""
     workers: int = 0
     """processes of the workers engine; 0: one per core"""
+    loaders: int | None = None
+    """processes that read data which are not kept in memory; 0: none; default: one per core, up to 4"""
     quorum: float | None = None
     """go on without clients whose update is refused while this share remains; default: stop at the first"""
     checkpoint_every: int | None = None
     """rounds between two checkpoints; none: every 2 seconds, so after every round that takes longer"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """What goes wrong with clients; keyed by seed, round and client, so the same in every engine."""
+
+    dropout: float = 0.0
+    """probability that a client drawn for a round is gone and takes no part in it; one client always stays"""
+    stragglers: float = 0.0
+    """probability that a client is slow in a round and does only a part of its local steps"""
+    slowness: float = 0.5
+    """least share of its steps that a slow client does; the share is drawn evenly from here up to 1"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +129,14 @@ class RunConfig:
     """method expression, such as fixbn or fedprox(mu=0.01)+gn"""
     model: str = "small_resnet"
     """model name, such as resnet20(shortcut=B), timm:NAME, package.module:factory"""
+    task: str | None = None
+    """what outputs mean: classification(weights=balanced), multilabel, regression(loss=l1); default: the data's own"""
     rounds: int = 40
     """communication rounds"""
     clients_per_round: int | None = None
-    """clients drawn for each round; default: all"""
+    """clients drawn for each round; default: all (exclusive with client_fraction)"""
+    client_fraction: float | None = None
+    """share of the clients drawn for each round, at least one client (exclusive with clients_per_round)"""
     seed: int = 0
     """seed of everything random"""
     init: str | None = None
@@ -132,6 +155,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -141,6 +165,12 @@ class RunConfig:
         if self.train.local_steps is not None:
             return "steps", self.train.local_steps
         return "epochs", self.train.local_epochs or 1
+
+    def cohort_size(self, available: int) -> int:
+        """How many of the clients that train a round draws."""
+        if self.client_fraction is not None:
+            return max(1, int(self.client_fraction * available + 0.5))
+        return min(self.clients_per_round or available, available)
 
     @property
     def eval_every(self) -> int:
@@ -152,6 +182,11 @@ def _check_ranges(config: RunConfig) -> None:
     if train.local_steps is not None and train.local_epochs is not None:
         raise ConfigError(
             f"local_steps={train.local_steps} and local_epochs={train.local_epochs} exclude each other; give one"
+        )
+    if config.clients_per_round is not None and config.client_fraction is not None:
+        raise ConfigError(
+            f"clients_per_round={config.clients_per_round} and client_fraction={config.client_fraction} exclude each "
+            "other; give one"
         )
     at_least = {
         "rounds": (config.rounds, 1),
@@ -174,6 +209,7 @@ def _check_ranges(config: RunConfig) -> None:
         "eval.probe_every": (config.eval.probe_every, 1),
         "engine.threads": (config.engine.threads, 0),
         "engine.workers": (config.engine.workers, 0),
+        "engine.loaders": (config.engine.loaders, 0),
         "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
     }
     for name, (value, least) in at_least.items():
@@ -189,6 +225,16 @@ def _check_ranges(config: RunConfig) -> None:
         )
     if config.init_partial and not config.init:
         raise ConfigError("init_partial says how to read a file, and none is given; give --init FILE")
+    if config.client_fraction is not None and not 0 < config.client_fraction <= 1:
+        raise ConfigError(f"client_fraction={config.client_fraction} is out of range; give a share above 0, up to 1")
+    world = config.world
+    if not 0 <= world.dropout < 1:
+        raise ConfigError(f"world.dropout={world.dropout} is out of range; give 0 up to below 1")
+    if not 0 <= world.stragglers <= 1:
+        raise ConfigError(f"world.stragglers={world.stragglers} is out of range; give 0 up to 1")
+    if not 0 < world.slowness <= 1:
+        raise ConfigError(f"world.slowness={world.slowness} is out of range; give a share above 0, up to 1")
+    check_warmup(train.warmup, config.rounds)
     if data.unseen >= data.clients:
         raise ConfigError(f"data.unseen={data.unseen} leaves no client of {data.clients} to train; give less")
 

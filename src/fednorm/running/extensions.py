@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from fednorm.errors import ConfigError, first_line
+from fednorm.errors import ConfigError, UserCodeError, first_line
 from fednorm.running.config import RunConfig
 
 _loaded: dict[str, str] = {}
@@ -99,7 +99,7 @@ def _load_file(path: Path) -> None:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a user's file raises
         _put_back(name, before)
-        raise ConfigError(f"--use {_where(error, path)}") from error
+        raise UserCodeError(f"--use {_where(error, path)}") from error
 
 
 def _module_name(path: Path) -> str:
@@ -138,7 +138,7 @@ def _load_module(name: str) -> None:
             ) from None
         raise ConfigError(f"--use '{name}' needs '{error.name}'; install it") from error
     except Exception as error:  # whatever a user's module raises
-        raise ConfigError(f"--use {_where(error, None, name)}") from error
+        raise UserCodeError(f"--use {_where(error, None, name)}") from error
 
 
 def _where(error: Exception, path: Path | None, name: str = "") -> str:

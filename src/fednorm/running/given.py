@@ -9,16 +9,20 @@ from typing import Any
 from torch import nn
 
 from fednorm.core.method import Method
-from fednorm.data.federation import Examples, Federation, from_clients
+from fednorm.core.task import AnyTask
+from fednorm.data.digest import data_digests
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples, from_clients
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.files import read_json
 from fednorm.running import extensions
-from fednorm.running.config import RunConfig, differences, from_dict, to_dict
+from fednorm.running.config import RunConfig, differences, from_dict, to_dict, updated
 from fednorm.running.consent import refuse_code
 from fednorm.running.folder import RunFolder
 from fednorm.running.plan import Plan, make_plan
+from fednorm.running.tasks import targets_of
 
-_BESIDE = ("given", "compare", "use_sha256", "data_digest")
+_BESIDE = ("given", "compare", "given_data", "use_sha256")
 """What config.json holds beside the fields of the config."""
 
 
@@ -29,6 +33,7 @@ class Objects:
     model: nn.Module | None = None
     federation: Federation | None = None
     method: Method | None = None
+    task: AnyTask | None = None
 
     @property
     def names(self) -> list[str]:
@@ -36,7 +41,14 @@ class Objects:
 
     def plan(self, config: RunConfig) -> Plan:
         """The plan of a config with these in the place of its names."""
-        return make_plan(config, model=self.model, federation=self.federation, method=self.method)
+        return make_plan(config, model=self.model, federation=self.federation, method=self.method, task=self.task)
+
+    def named(self, config: RunConfig) -> RunConfig:
+        """The config with the names of what was given."""
+        names: dict[str, Any] = {"method": self.method.name} if self.method else {}
+        if self.federation is not None:
+            names |= {"data.name": self.federation.name, "data.clients": len(self.federation.clients)}
+        return updated(config, names)
 
 
 def gathered(
@@ -45,6 +57,7 @@ def gathered(
     test: Sequence[Examples] | Examples | None,
     federation: Federation | None,
     method: Method | str | None = None,
+    task: AnyTask | str | None = None,
 ) -> Objects:
     """The objects among what `run`, `compare`, `resume` and `export` take; data may come as clients and tests."""
     if clients is not None:
@@ -52,17 +65,25 @@ def gathered(
             raise ConfigError("clients and federation were both given; give one of them")
         if test is None:
             raise ConfigError("clients were given without test data; pass test=(x, y), or a list with one per client")
-        federation = from_clients(clients, test)
+        federation = from_clients(clients, test, task=targets_of(task))
     elif test is not None:
         raise ConfigError("test data was given without clients; pass clients=[...], one data set each")
     return Objects(
-        model if isinstance(model, nn.Module) else None, federation, method if isinstance(method, Method) else None
+        model if isinstance(model, nn.Module) else None,
+        federation,
+        method if isinstance(method, Method) else None,
+        None if isinstance(task, str) else task,
     )
 
 
-def stored_config(config: RunConfig, objects: Objects) -> dict[str, Any]:
-    """What config.json holds: the resolved config, which of its parts were objects given in Python, and which files."""
+def stored_config(config: RunConfig, objects: Objects, data: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What config.json holds: the resolved config, which of its parts were objects given in Python, and which files.
+
+    `data` are the digests of data that were given, where they are known already.
+    """
     stored: dict[str, Any] = {**to_dict(config), "given": objects.names}
+    if objects.federation is not None:
+        stored["given_data"] = data or data_digests(objects.federation)
     if digests := extensions.digests(config.use):
         stored["use_sha256"] = digests
     return stored
@@ -99,10 +120,15 @@ def read_config(
     return config, stored.get("compare")
 
 
-def check_given(folder: RunFolder, stored: Mapping[str, Any], now: Sequence[str]) -> None:
-    """Refuse to go on with other kinds of objects than a run was started with."""
+def check_given(
+    folder: RunFolder, stored: Mapping[str, Any], objects: Objects, methods: Mapping[str, Method] | None = None
+) -> None:
+    """Refuse to go on with other objects than a run was started with; `methods` are those of a comparison."""
     given = list(stored.get("given", []))
-    if given == list(now):
+    now = given_names(objects, methods)
+    if given == now:
+        if objects.federation is not None:
+            refuse_other_data(folder, stored, data_digests(objects.federation))
         return
     if given:
         raise ConfigError(
@@ -113,7 +139,23 @@ def check_given(folder: RunFolder, stored: Mapping[str, Any], now: Sequence[str]
     raise ConfigError(f"'{folder.path}' was started without objects from Python; continue it without {names}")
 
 
-_ARGUMENTS = {"model": "model", "federation": "clients", "method": "method"}
+def given_names(objects: Objects, methods: Mapping[str, Method] | None = None) -> list[str]:
+    """What config.json says was given."""
+    return [*objects.names, *(["method"] if methods else [])]
+
+
+def refuse_other_data(folder: RunFolder, stored: Mapping[str, Any], now: Mapping[str, str]) -> None:
+    """Data given in Python have no name that a config could compare, so their digests are compared."""
+    before = stored.get("given_data") or {}
+    changed = [part for part in now if before.get(part) != now[part]] if before else []
+    if changed:
+        raise ConfigError(
+            f"'{folder.path}' was started with other data: {', '.join(changed)} differ; "
+            "give the data it was started with, or another folder"
+        )
+
+
+_ARGUMENTS = {"model": "model", "federation": "clients", "method": "method", "task": "task"}
 
 
 def check_stored(folder: RunFolder, expected: Mapping[str, Any]) -> None:
@@ -124,4 +166,5 @@ def check_stored(folder: RunFolder, expected: Mapping[str, Any]) -> None:
     for each in (told, wanted):
         each.pop("use_sha256", None)
     if told != wanted:
+        refuse_other_data(folder, told, wanted.get("given_data", {}))
         raise ConfigError(f"'{folder.path}' was started with another config: {differences(told, wanted)}")

@@ -24,7 +24,10 @@ class Keeper:
 
     def is_best(self, scores: Mapping[str, Mapping[str, Any]]) -> bool:
         """Whether a round's validation beats all before; of rounds that are equally good the first is kept."""
-        return self._best is None or self._score(scores) > self._best["score"]
+        if self._best is None:
+            return True
+        better = self._score(scores) - self._best["score"]
+        return better > 0 if self.plan.task.higher_is_better else better < 0
 
     def keep_best(self, round: int, stage: int, tree: Tree, scores: Mapping[str, Mapping[str, Any]]) -> None:
         """Remember the best round so far as it was scored; of several ranks only the first has scores."""

@@ -13,18 +13,23 @@ from typing import Any, cast
 from torch import nn
 
 from fednorm.core.method import Method
-from fednorm.data.federation import Examples, Federation
+from fednorm.core.task import AnyTask
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
 from fednorm.errors import ConfigError, require, unknown
 from fednorm.files import written_whole
 from fednorm.running.pictures import curves as draw_curves
 from fednorm.running.records import (
     RESULT_VERSION,
     Curves,
+    Ran,
     ResultFile,
     RoundRow,
     RunResult,
     Scores,
     TableLine,
+    as_written,
+    number_text,
     score_of,
 )
 from fednorm.running.trained import Trained, Which
@@ -39,12 +44,15 @@ class Spread:
     mean: float
     std: float
     count: int
+    percent: bool = True
+    """whether the numbers are between 0 and 100"""
 
     def __str__(self) -> str:
-        return f"{self.mean:.1f} ± {self.std:.1f}" if self.count > 1 else f"{self.mean:.1f}"
+        mean, std = (number_text(value, self.percent) for value in (self.mean, self.std))
+        return f"{mean} ± {std}" if self.count > 1 else mean
 
 
-def spread(values: Iterable[float]) -> Spread:
+def spread(values: Iterable[float], percent: bool = True) -> Spread:
     """Mean and spread of some numbers.
 
     >>> str(spread([1.0, 3.0])), str(spread([2.0]))
@@ -53,7 +61,7 @@ def spread(values: Iterable[float]) -> Spread:
     listed = list(values)
     mean = math.fsum(listed) / len(listed)
     variance = math.fsum((value - mean) ** 2 for value in listed) / max(1, len(listed) - 1)
-    return Spread(mean, math.sqrt(variance), len(listed))
+    return Spread(mean, math.sqrt(variance), len(listed), percent)
 
 
 def summarise(
@@ -63,8 +71,11 @@ def summarise(
     seed: int,
     rounds: int,
     metric: str,
+    higher_is_better: bool = True,
+    percent: bool = True,
     digest: str,
     notes: Sequence[str] = (),
+    ran: Ran | None = None,
 ) -> RunResult:
     """One run as result.json holds it: final, best-validation and peak scores, curves, bytes and seconds."""
     scored = [(row["round"], row["eval"]) for row in rows if "eval" in row]
@@ -72,7 +83,8 @@ def summarise(
     protocols = [name for name in (*PROTOCOLS, "validation") if name in final]
     by_round = {name: [score_of(scores, name, metric) for _, scores in scored] for name in protocols}
     # The first of several rounds that are equally good.
-    best = {name: max(range(len(scored)), key=lambda i: (values[i], -i)) for name, values in by_round.items()}
+    sign = 1 if higher_is_better else -1
+    best = {name: max(range(len(scored)), key=lambda i: (sign * values[i], -i)) for name, values in by_round.items()}
     best_validation: Any = None
     if "validation" in best:
         number, scores = scored[best["validation"]]
@@ -81,12 +93,14 @@ def summarise(
         name: {"round": scored[at][0], metric: by_round[name][at]} for name, at in best.items() if name != "validation"
     }
     curves: Any = {"round": [number for number, _ in scored], **by_round}
-    return {
+    result: RunResult = {
         "method": method,
         "seed": seed,
         "rounds": rounds,
         "rounds_done": len(rows),
         "metric": metric,
+        "higher_is_better": higher_is_better,
+        "percent": percent,
         "final": final,
         "best_validation": best_validation,
         "peak": peak,
@@ -101,6 +115,7 @@ def summarise(
         "notes": list(notes),
         "digest": digest,
     }
+    return {**result, "ran": ran} if ran else result
 
 
 @dataclass(frozen=True)
@@ -119,6 +134,7 @@ class Result:
         *,
         method: Method | Sequence[Method] | None = None,
         model: nn.Module | None = None,
+        task: AnyTask | None = None,
         clients: Sequence[Examples] | None = None,
         test: Sequence[Examples] | Examples | None = None,
         federation: Federation | None = None,
@@ -130,11 +146,13 @@ class Result:
         Numbers need nothing else; for `model()` a run that was started with objects is given them again, and code
         that the folder names is allowed or named in `use`.
         """
-        from fednorm.running.given import gathered
+        from fednorm.running.folder import RunFolder
+        from fednorm.running.given import config_in, gathered, read_stored
         from fednorm.running.resuming import load_result  # which makes results
 
+        told = config_in(read_stored(RunFolder(Path(folder)))).task
         methods = [] if method is None else [method] if isinstance(method, Method) else list(method)
-        objects = gathered(model, clients, test, federation)
+        objects = gathered(model, clients, test, federation, None, task or told)
         return load_result(folder, objects, {each.name: each for each in methods}, use=use, allow_code=allow_code)
 
     @property
@@ -144,6 +162,16 @@ class Result:
     @property
     def metric(self) -> str:
         return self.runs[0]["metric"]
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of the metric is better."""
+        return self.runs[0].get("higher_is_better", True)
+
+    @property
+    def percent(self) -> bool:
+        """Whether the metric is between 0 and 100."""
+        return self.runs[0].get("percent", True)
 
     @property
     def curves(self) -> Curves:
@@ -157,7 +185,8 @@ class Result:
     def final(self, method: str | None = None, protocol: str = "pooled") -> Spread:
         """Final score of a method, over its seeds."""
         runs = self.of(method or self.methods[0])
-        return spread(score_of(run["final"], protocol, self.metric) for run in runs if protocol in run["final"])
+        scores = (score_of(run["final"], protocol, self.metric) for run in runs if protocol in run["final"])
+        return spread(scores, self.percent)
 
     def model(
         self, method: str | None = None, seed: int | None = None, *, client: int | None = None, which: Which = "last"
@@ -243,14 +272,15 @@ class Result:
         return lines
 
     def to_json(self) -> ResultFile:
-        return {"version": RESULT_VERSION, "runs": list(self.runs), "table": self.table()}
+        runs = [cast(RunResult, as_written(run)) for run in self.runs]
+        return {"version": RESULT_VERSION, "runs": runs, "table": self.table()}
 
     def __str__(self) -> str:
         lines = self.table()
         protocols = [name for name in PROTOCOLS if any(name in line for line in lines)]
         rows = [["method", *protocols, "kB/round"]]
         for line in lines:
-            cells = [cell_text(line.get(name)) for name in protocols]
+            cells = [cell_text(line.get(name), self.percent) for name in protocols]
             rows.append([line["method"], *cells, f"{line['bytes_per_round'] / 1e3:.1f}"])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -264,10 +294,10 @@ def _scores(run: RunResult, protocol: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Mapping[str, Any]]", run["final"]).get(protocol, {})
 
 
-def cell_text(cell: Mapping[str, Any] | None) -> str:
+def cell_text(cell: Mapping[str, Any] | None, percent: bool = True) -> str:
     """A cell of the table as text.
 
     >>> cell_text({"mean": 54.25, "std": 1.04, "n": 2}), cell_text(None)
     ('54.2 ± 1.0', '-')
     """
-    return str(Spread(cell["mean"], cell["std"], cell["n"])) if cell else "-"
+    return str(Spread(cell["mean"], cell["std"], cell["n"], percent)) if cell else "-"

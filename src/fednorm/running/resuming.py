@@ -11,7 +11,9 @@ from pathlib import Path
 from torch import nn
 
 from fednorm.core.method import Method
-from fednorm.data.federation import Examples, Federation
+from fednorm.core.task import AnyTask
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
 from fednorm.engines.machine import refuse_ranks
 from fednorm.errors import CheckpointError
 from fednorm.files import read_json
@@ -19,7 +21,7 @@ from fednorm.running.api import resume_folder
 from fednorm.running.comparison import cells_of, play_comparison
 from fednorm.running.config import updated
 from fednorm.running.folder import RunFolder
-from fednorm.running.given import Objects, check_given, gathered, read_config, read_stored
+from fednorm.running.given import Objects, check_given, config_in, gathered, read_config, read_stored
 from fednorm.running.longer import Lengthening, lengthening, refuse_unless_wanted, set_rounds
 from fednorm.running.plan import Plan
 from fednorm.running.records import OnRow, RunId, RunResult, read_result
@@ -32,6 +34,7 @@ def resume(
     *,
     method: Method | Sequence[Method] | None = None,
     model: nn.Module | None = None,
+    task: AnyTask | None = None,
     clients: Sequence[Examples] | None = None,
     test: Sequence[Examples] | Examples | None = None,
     federation: Federation | None = None,
@@ -51,8 +54,10 @@ def resume(
     """
     run = RunFolder(Path(folder))
     methods = [] if method is None else [method] if isinstance(method, Method) else list(method)
-    is_comparison = "compare" in read_stored(run)
-    objects = gathered(model, clients, test, federation, None if is_comparison else next(iter(methods), None))
+    stored = read_stored(run)
+    is_comparison = "compare" in stored
+    alone = None if is_comparison else next(iter(methods), None)
+    objects = gathered(model, clients, test, federation, alone, task or config_in(stored).task)
     named = {each.name: each for each in methods}
     if rounds is not None:
         refuse_ranks("a run of another length")
@@ -77,7 +82,7 @@ def _lengthen(
     if "compare" in stored:
         cells = cells_of(run, objects=objects, methods=methods, use=use, allow_code=allow_code)
     else:
-        check_given(run, stored, objects.names)
+        check_given(run, stored, objects)
         cells = []
     config, _ = read_config(run, use=use, allow_code=allow_code)
     parts = [(cell.folder, cell.config, cell.objects) for cell in cells] or [(run, config, objects)]
@@ -122,7 +127,7 @@ def load_result(
 
     def plan(id: RunId) -> Plan:
         stored = read_stored(run)
-        check_given(run, stored, [*objects.names, *(["method"] if methods else [])])
+        check_given(run, stored, objects, methods)
         config, _ = read_config(run, allow_code=allow_code, use=use)
         return replace(objects, method=methods.get(id.method)).plan(updated(config, id._asdict()))
 

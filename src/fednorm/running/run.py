@@ -14,13 +14,14 @@ from fednorm.engines.ranks import Alone
 from fednorm.errors import ConfigError, FednormError
 from fednorm.halves.exchange import diverged
 from fednorm.halves.prepared_phase import PreparedPhase
-from fednorm.halves.server import Server
 from fednorm.running.config import differences, from_dict, to_dict
-from fednorm.running.evaluate import Scores, evaluate
+from fednorm.running.evaluate import Scores, evaluate, metric_facts
+from fednorm.running.failing import WorldServer
+from fednorm.running.how_it_ran import how_it_ran
 from fednorm.running.in_step import play_in_step
 from fednorm.running.keeping import Keeper
 from fednorm.running.plan import Plan
-from fednorm.running.records import ROW_VERSION
+from fednorm.running.records import ROW_VERSION, Ran
 from fednorm.running.records import RoundRow as Row
 from fednorm.running.store import Store, to_device
 
@@ -59,10 +60,12 @@ class Run:
         # Rounds stay on the device only where one process plays them all.
         remembered, alone = facts.get("engine") or self.ranks.engine(plan.device), type(self.ranks) is Alone
         self.engine_name, self.engine = make(plan, remembered, alone)
+        self._ran_before: Ran | None = facts.get("ran")
         stored = {name: to_device(store.tree(name), plan.device) for name in ("model", "memory") if facts}
-        self.server = Server(
+        self.server = WorldServer(
             plan,
             plan.federation.training_clients,
+            world=plan.world,
             per_round=plan.cohort_size,
             quorum=plan.config.engine.quorum,
             score_every=plan.config.eval_every,
@@ -127,6 +130,7 @@ class Run:
                 break
             if exchange.purpose is Purpose.SCORE:
                 server.row["eval"] = self._scores(exchange.phase)
+                server.row["metric"] = metric_facts(self.plan.task)
                 server.note_scores()
             else:
                 played = yield Order(exchange, server, self.plan, self.store, self.ranks, self._probing(number))
@@ -192,12 +196,17 @@ class Run:
         """Put into the store what clients keep on the device."""
         self.engine.bring_home(self.store, self.server.held)
 
+    def ran(self) -> Ran:
+        """What plays this run, and what played it before."""
+        return how_it_ran(self.plan, self.engine_name, self.engine, self._ran_before)
+
     def _commit(self) -> None:
         self._bring_home()
         self.ranks.collect(self.store)
         facts, trees = self.server.state()
         facts |= {"config": to_dict(self.plan.config), "engine": self.engine_name, "finished": self.server.finished}
         best = self.keeper.take_best(facts, trees)
+        facts["ran"] = self.ran()
         if self.ranks.first:
             self.keeper.write_model(self.round, self.server.stage, self.server.tree)
             self.store.commit(facts.pop("round"), trees, facts, self._uncommitted, best)

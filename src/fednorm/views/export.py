@@ -10,12 +10,14 @@ from torch import nn
 from fednorm import __version__
 from fednorm.core.method import Method
 from fednorm.core.state import Tree, is_norm, model_state
-from fednorm.data.federation import Examples, Federation
+from fednorm.core.task import AnyTask
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.files import disk_errors
 from fednorm.pieces.fold import fold_with_report
 from fednorm.running.folder import RunFolder
-from fednorm.running.given import check_given, gathered, read_config, read_stored
+from fednorm.running.given import check_given, config_in, gathered, read_config, read_stored
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store, save_tree
 from fednorm.running.trained import Which, model_of, network_with
@@ -30,6 +32,7 @@ def export(
     fold: bool = False,
     method: Method | None = None,
     model: nn.Module | None = None,
+    task: AnyTask | None = None,
     clients: Sequence[Examples] | None = None,
     test: Sequence[Examples] | Examples | None = None,
     federation: Federation | None = None,
@@ -46,8 +49,8 @@ def export(
     stored = read_stored(run)
     if "compare" in stored:
         raise ConfigError(f"'{folder}' is a comparison; export one of the runs in it")
-    objects = gathered(model, clients, test, federation, method)
-    check_given(run, stored, objects.names)
+    objects = gathered(model, clients, test, federation, method, task or config_in(stored).task)
+    check_given(run, stored, objects)
     config, _ = read_config(run, allow_code=allow_code, use=use)
     if not run.state.exists():
         raise CheckpointError(f"'{folder}' has no state yet; start it with `fednorm resume {folder}`")

@@ -6,7 +6,8 @@ import importlib.util
 from pathlib import Path
 
 from fednorm.running.config import RunConfig
-from fednorm.running.pictures import GLOBAL, curves
+from fednorm.running.pictures import GLOBAL, TITLES, curves
+from fednorm.running.records import number_text
 from fednorm.running.results import Result, cell_text
 
 
@@ -22,19 +23,37 @@ def what_was_seen(result: Result) -> str | None:
     if len(federated) < 2:
         return None
     worst, best = federated[0], federated[-1]
+    if not result.higher_is_better:
+        worst, best = best, worst
+
+    def told(method: str) -> str:
+        return cell_text(pooled[method], result.percent)
+
     sentence = (
-        f"On the pooled test, among federated methods with one global model, {best} came out best "
-        f"({cell_text(pooled[best])}) and {worst} worst ({cell_text(pooled[worst])})"
+        f"On the pooled test, among federated methods with one global model, {best} came out best ({told(best)}) and "
+        f"{worst} worst ({told(worst)})"
     )
     for central in (line["method"] for line in lines if not line["bytes_per_round"]):
         above = {method: pooled[central]["mean"] - pooled[method]["mean"] for method in (best, worst)}
-        gaps = [f"{abs(gap):.1f} points {'above' if gap >= 0 else 'below'} {method}" for method, gap in above.items()]
-        sentence += f"; {central} training reached {cell_text(pooled[central])}, {' and '.join(gaps)}"
+        gaps = [f"{_distance(gap, result.percent)} {method}" for method, gap in above.items()]
+        sentence += f"; {central} training reached {told(central)}, {' and '.join(gaps)}"
     return f"{sentence}."
 
 
+def _distance(gap: float, percent: bool) -> str:
+    """How far a score is above another.
+
+    >>> _distance(-1.25, True), _distance(0.5, False)
+    ('1.2 points below', '0.5 above')
+    """
+    return f"{number_text(abs(gap), percent)}{' points' if percent else ''} {'above' if gap >= 0 else 'below'}"
+
+
 def draw_curves(result: Result, config: RunConfig, folder: Path) -> str | None:
-    """Draw the curves of a comparison into its folder; None where matplotlib is not there."""
+    """Draw the curves of a comparison into its folder; None where matplotlib is not there, or nothing to draw."""
     data = config.data
     title = f"{data.name}, {data.clients} clients ({data.partition}), {config.model}"
-    return str(curves(result, folder / "curves.png", title)) if importlib.util.find_spec("matplotlib") else None
+    drawn = any(all(name in run["curves"] for run in result.runs) for name in TITLES)
+    if not drawn or importlib.util.find_spec("matplotlib") is None:
+        return None
+    return str(curves(result, folder / "curves.png", title))
