@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,41 @@ def test_the_demo_runs_from_the_command_line(tmp_path: Path, monkeypatch: pytest
     assert f"curves: {tmp_path / 'demo' / 'curves.png'}" in done.out
     assert (tmp_path / "demo" / "curves.png").exists()
     assert "fednorm inspect resnet18 --method fedbn" in done.out
+
+
+def test_an_interrupted_demo_gets_its_picture_and_its_sentence_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"rounds": 2, "train.local_steps": 1, "data.train_limit": 200, "model": "mlp_bn(width=16)"}
+    monkeypatch.setattr(demo, "demo_config", lambda real=demo.demo_config: updated(real(), tiny))
+    monkeypatch.setattr(demo, "METHODS", ("centralized", "fedavg", "fixbn"))
+    monkeypatch.setattr(demo, "SEEDS", (0,))
+    folder = tmp_path / "demo"
+    whole = fednorm("demo", "--out", folder, "--jobs", 1)
+    seen = next(line for line in whole.out.splitlines() if line.startswith("On the pooled test"))
+    shutil.rmtree(folder / "fixbn-seed0")  # as if it had been stopped before its last run
+    for left in ("result.json", "curves.png"):
+        (folder / left).unlink()
+    again = fednorm("resume", folder)
+    assert again.code == 0, again.err
+    first, second, *_ = again.out.splitlines()
+    assert first == "[2/3] done before"
+    assert second.startswith("[3/3] fixbn seed 0  accuracy ")
+    assert seen in again.out
+    assert f"curves: {folder / 'curves.png'}" in again.out
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_less_may_be_better() -> None:
+    lower = [{**run, "metric": "accuracy", "higher_is_better": False, "percent": False} for run in RUNS]
+    assert what_was_seen(Result(tuple(lower))) == (
+        "On the pooled test, among federated methods with one global model, fedavg came out best (54) and fixbn "
+        "worst (73.5); centralized training reached 84, 30 above fedavg and 10.5 above fixbn."
+    )
+
+
+def test_one_method_is_compared_with_nothing() -> None:
+    assert what_was_seen(Result(RUNS[:3])) is None
 
 
 def test_spread_of_seeds_is_shown() -> None:

@@ -17,10 +17,11 @@ import pytest
 
 import fednorm
 import tiny
+from command import fednorm as command
 from fednorm import models
 from fednorm.core.expression import literal, parse_term
 from fednorm.core.state import Kind, digest
-from fednorm.data.partition import find_partition
+from fednorm.data.partition import PARTITIONS, find_partition
 from fednorm.errors import ConfigError
 from fednorm.methods import known_methods, parse
 from fednorm.running import records
@@ -70,6 +71,34 @@ def test_a_stale_methods_page_is_found(
 def test_the_records_page_is_current() -> None:
     tool = load_file(ROOT / "tools" / "make_records_page.py")
     assert (DOCS / "records.md").read_text() == tool.page(), "run `make docs`"
+
+
+@pytest.mark.parametrize(("tool", "name"), [("make_settings_page", "settings.md"), ("make_api_page", "python_api.md")])
+def test_the_pages_of_settings_and_names_are_current(tool: str, name: str) -> None:
+    assert (DOCS / name).read_text() == load_file(ROOT / "tools" / f"{tool}.py").page(), "run `make docs`"
+
+
+def test_the_page_of_settings_names_every_field_and_partition() -> None:
+    page = (DOCS / "settings.md").read_text()
+    for name in (*all_fields(), *PARTITIONS):
+        assert f"| `{name}` |" in page
+
+
+def test_the_page_of_the_python_api_names_everything_public() -> None:
+    page = (DOCS / "python_api.md").read_text()
+    for name in set(fednorm.__all__) - {"__version__"}:
+        assert f"\n### {name}\n" in page
+
+
+def test_the_worked_recipe_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = ROOT / "examples" / "compare.toml"
+    assert recipe.read_text().rstrip() in (DOCS / "settings.md").read_text()
+    assert command("compare", "--config", recipe, "--dry-run").code == 0
+    quick = ("--model", "mlp_bn(width=16)", "--rounds", "2", "--local-steps", "1", "--set", "data.train_limit=400")
+    monkeypatch.chdir(tmp_path)
+    done = command("compare", "--config", recipe, *quick, "--seeds", "7,", "--out", "all", "--quiet")
+    assert done.code == 0, done.err
+    assert len(list((tmp_path / "all").glob("*-seed7"))) == 3
 
 
 def test_the_records_page_names_every_record_and_every_file(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class PlainLines:
         elif self.runs > 1 and row["round"] == self.pace.rounds:
             self.finished += 1
             took = self.pace.seconds(run)
-            self._print(f"[{self.finished}/{self.runs}] {run}  {score}  {took:.0f} s")
+            self._print("  ".join(filter(None, (f"[{self.finished}/{self.runs}] {run}", score, f"{took:.0f} s"))))
 
     def _print(self, line: str) -> None:
         print(line, file=self.stream, flush=True)
