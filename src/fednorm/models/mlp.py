@@ -23,9 +23,10 @@ class FlatNet(nn.Module):
 
 @register_model(
     "mlp_bn",
-    summary="linear layers with BatchNorm1d on the flattened image; options width and depth of the hidden layers",
+    summary="linear layers with BatchNorm1d on the flattened image or vector; options width and depth of the hidden layers",
     paper="this project's own",
     image_size=28,
+    vectors=True,
 )
 def mlp_bn(num_classes: int, in_channels: int, image_size: int, width: int = 128, depth: int = 2) -> nn.Module:
     check_positive("width", width)

@@ -26,6 +26,8 @@ class ModelInfo:
     task: Literal["classification", "segmentation"] = "classification"
     image_size: int = 32
     num_classes: int = 10
+    vectors: bool = False
+    """whether it takes rows of numbers as well as images"""
     make: Callable[..., nn.Module]
 
     @property

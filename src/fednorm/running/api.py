@@ -22,6 +22,7 @@ from fednorm.running.config import RunConfig, all_fields, differences, from_dict
 from fednorm.running.evaluate import global_model
 from fednorm.running.folder import RunFolder
 from fednorm.running.in_step import play_in_step
+from fednorm.running.own_files import settled
 from fednorm.running.plan import Plan, make_plan
 from fednorm.running.records import OnRow, RunId, RunResult
 from fednorm.running.results import Result, summarise
@@ -106,6 +107,9 @@ def run(
         config = updated(config, {"method": objects.method.name})
     if federation is not None:
         config = updated(config, {"data.name": federation.name, "data.clients": len(federation.clients)})
+    else:
+        asked = {*settings_to_fields(settings), *(["model"] if model is not None else [])}
+        config = settled(config, asked)
     ranks = join(config.engine.device)
     plan = make_plan(config, model=objects.model, federation=federation, method=objects.method)
     if out is None or not ranks.first:

@@ -24,6 +24,7 @@ from fednorm.methods import parse
 from fednorm.running.api import Interrupted, Objects, opened, orderly_stop, play_all, stored_config
 from fednorm.running.config import RunConfig, from_dict, to_dict, updated
 from fednorm.running.folder import RunFolder
+from fednorm.running.own_files import settled
 from fednorm.running.plan import make_plan
 from fednorm.running.records import OnRow, RoundRow, RunId, RunResult, read_result
 from fednorm.running.results import Result
@@ -53,7 +54,7 @@ def compare(
     `jobs` processes work at a time, on one CPU thread each.
     """
     refuse_ranks("a comparison")
-    config = config or RunConfig()
+    config = settled(config or RunConfig())
     if jobs > 1:
         config = updated(config, {"engine.threads": 1})
     folder = RunFolder(Path(out))

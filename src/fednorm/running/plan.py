@@ -22,6 +22,7 @@ from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
 from fednorm.data.federation import Federation
+from fednorm.data.from_files.source import find_source
 from fednorm.engines.machine import find_device
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.halves.messages import LocalWork
@@ -30,6 +31,7 @@ from fednorm.halves.site import Sites, batches_of
 from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
 from fednorm.running.config import RunConfig
+from fednorm.running.own_files import build_own
 from fednorm.running.store import load_tree
 from fednorm.scoring.probes import find_probes
 from fednorm.scoring.tasks import make_task
@@ -161,9 +163,12 @@ def _check_validation(plan: Plan) -> None:
 def build_federation(config: RunConfig) -> Federation:
     """The federation the config's data section describes."""
     data = config.data
+    source = find_source(data.name)
+    if source is not None:
+        return build_own(source, config)
     term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
     return make_federation(
-        load_dataset(data.name, data.dir),
+        load_dataset(data.name, data.dir, size=data.size),
         term.name,
         data.clients,
         seed=config.seed,
@@ -177,11 +182,17 @@ def build_federation(config: RunConfig) -> Federation:
 def build_model(config: RunConfig, federation: Federation) -> nn.Module:
     """The model the config names, for the data's channels, size and classes."""
     term = parse_term(config.model, "model", "resnet20(shortcut=B)")
+    vectors = federation.x.dim() == 2
+    if vectors and term.name in models.MODELS and not models.MODELS[term.name].vectors:
+        raise ConfigError(
+            f"model '{term.name}' takes images, but '{federation.name}' has vectors of {federation.in_channels} "
+            "numbers; use --model mlp_bn, or your own"
+        )
     return models.build(
         term.name,
         num_classes=federation.num_classes,
         in_channels=federation.in_channels,
-        image_size=int(federation.x.shape[-1]),
+        image_size=1 if vectors else int(federation.x.shape[-1]),
         seed=config.seed,
         **term.options,
     )

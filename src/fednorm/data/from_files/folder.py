@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,5 +143,3 @@ class _Found:
 def is_image(name: str) -> bool:
     """Whether a file is taken for an image, by the end of its name."""
     return Path(name).suffix.lower() in SUFFIXES
-
-
