@@ -15,6 +15,15 @@ from fednorm.data.pool import Pool
 from fednorm.errors import ConfigError
 
 
+def called(client: int, names: Sequence[str] = ()) -> str:
+    """A client as texts name it.
+
+    >>> called(1), called(1, ["north", "south"])
+    ('client 1', "client 1 ('south')")
+    """
+    return f"client {client} ('{names[client]}')" if names else f"client {client}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Federation:
     """Training and test pools with the rows of every client.
@@ -44,6 +53,10 @@ class Federation:
     """what a user should know about how the data were read and prepared"""
     preprocessing: Mapping[str, object] = field(default_factory=dict)
     """how inputs were made of what lay in files, as JSON values: a model is of no use without"""
+
+    def called(self, client: int) -> str:
+        """A client as texts name it: by its number, and its name where it has one."""
+        return called(client, self.client_names)
 
     @cached_property
     def training_clients(self) -> Sequence[int]:

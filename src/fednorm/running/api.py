@@ -14,6 +14,7 @@ from torch import nn
 
 from fednorm.core.method import Method
 from fednorm.core.state import digest
+from fednorm.data.digest import data_digests
 from fednorm.data.federation import Examples, Federation, from_clients
 from fednorm.engines.ranks import Alone, join
 from fednorm.errors import CheckpointError, ConfigError, FednormError, unknown
@@ -122,7 +123,19 @@ def run(
 
 def stored_config(config: RunConfig, objects: Objects) -> dict[str, Any]:
     """What config.json holds: the resolved config, and which of its parts were objects given in Python."""
-    return {**to_dict(config), "given": objects.names}
+    stored = {**to_dict(config), "given": objects.names}
+    return stored if objects.federation is None else {**stored, "given_data": data_digests(objects.federation)}
+
+
+def refuse_other_data(folder: RunFolder, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Data given in Python have no name that a config could compare, so their digests are compared."""
+    before, now = (each.get("given_data") or {} for each in (stored, expected))
+    changed = [part for part in now if before.get(part) != now[part]] if before else []
+    if changed:
+        raise ConfigError(
+            f"'{folder.path}' was started with other data: {', '.join(changed)} differ; "
+            "give the data it was started with, or another folder"
+        )
 
 
 def read_config(folder: RunFolder) -> tuple[RunConfig, Mapping[str, Any] | None]:
@@ -130,7 +143,7 @@ def read_config(folder: RunFolder) -> tuple[RunConfig, Mapping[str, Any] | None]
     stored = read_json(folder.config)
     if not isinstance(stored, dict) or not stored.keys() & {"given", "compare"}:
         raise CheckpointError(f"'{folder.config}' is not the config of a run; give a folder that fednorm made")
-    config = from_dict({key: value for key, value in stored.items() if key not in ("given", "compare")})
+    config = from_dict({key: value for key, value in stored.items() if key not in ("given", "given_data", "compare")})
     comparison = stored.get("compare")
     if "compare" in stored and (not isinstance(comparison, dict) or comparison.keys() != {"methods", "seeds"}):
         raise CheckpointError(f"'{folder.config}' is not the config of a comparison; give a folder that fednorm made")
@@ -151,6 +164,7 @@ def resume_folder(
     if not isinstance(stored, dict) or "given" not in stored:
         raise CheckpointError(f"'{folder.config}' is not the config of a run; give a folder that fednorm made")
     if expected is not None and expected != stored:
+        refuse_other_data(folder, stored, expected)
         raise ConfigError(f"'{folder.path}' was started with another config: {differences(stored, expected)}")
     if stored["given"] != objects.names:
         raise ConfigError(

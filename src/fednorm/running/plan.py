@@ -21,6 +21,7 @@ from fednorm.core.task import Task
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
+from fednorm.data.checks import check
 from fednorm.data.federation import Federation
 from fednorm.data.from_files.source import find_source
 from fednorm.engines.machine import find_device
@@ -65,6 +66,7 @@ def make_plan(
     parse_augmentation(config.train.augment)
     device = find_device(config.engine.device)
     federation = federation or build_federation(config)
+    check(federation, task.name if task else None)
     available = len(federation.training_clients)
     if config.clients_per_round and config.clients_per_round > available:
         raise ConfigError(
