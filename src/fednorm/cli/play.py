@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednorm.cli.output import Stopped, print_json, print_scores
+from fednorm.cli.own_files import tell_of_files
 from fednorm.cli.settings import Asked
 from fednorm.errors import require
 
@@ -20,6 +21,7 @@ def play_run(asked: Asked) -> None:
     """Play the one run that was asked for and print what came out."""
     from fednorm.running.api import run
 
+    tell_of_files(asked)
     out = asked.out or fresh(asked.config.method)
 
     finish(asked, watch(asked, out, 1, lambda tell: run(asked.config, out=out, on_row=tell)))
@@ -29,6 +31,7 @@ def play_comparison(asked: Asked, methods: list[str]) -> None:
     """Play every method with every seed and print the table."""
     from fednorm.running.comparison import compare
 
+    tell_of_files(asked)
     out = asked.out or fresh("compare" if len(methods) > 1 else methods[0])
 
     def work(tell: OnRow) -> Result:

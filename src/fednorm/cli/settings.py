@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from fednorm.cli.own_files import field_names, settled_by_files
 from fednorm.core.expression import literal, parse_term
 from fednorm.errors import ConfigError, unknown
 from fednorm.running.config import RunConfig, all_fields, from_dict, updated
@@ -49,26 +50,7 @@ def resolve(
     for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
         if f"train.{mine}" in changes and f"train.{other}" not in changes:
             changes[f"train.{other}"] = None  # the file's choice gives way to the one on the command line
-    given = {*changes, *_names(recipe.fields)}
-    return _settled(updated(config, changes), given), recipe
-
-
-def _names(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted names of the fields that a file has.
-
-    >>> _names({"rounds": 3, "data": {"clients": 5}})
-    ['rounds', 'data.clients']
-    """
-    nested = {key: value for key, value in fields.items() if isinstance(value, Mapping)}
-    plain = [f"{prefix}{key}" for key in fields if key not in nested]
-    return plain + [name for key, value in nested.items() for name in _names(value, f"{prefix}{key}.")]
-
-
-def _settled(config: RunConfig, given: Iterable[str]) -> RunConfig:
-    """With what own files decide; they are read for it, which needs torch."""
-    from fednorm.running.own_files import settled
-
-    return settled(config, set(given))
+    return settled_by_files(updated(config, changes), {*changes, *field_names(recipe.fields)}), recipe
 
 
 def read_assignment(text: str) -> tuple[str, Any]:

@@ -131,6 +131,8 @@ class RunConfig:
     """method expression, such as fixbn or fedprox(mu=0.01)+gn"""
     model: str = "small_resnet"
     """model name, such as resnet20(shortcut=B), timm:NAME, package.module:factory"""
+    task: str | None = None
+    """what outputs mean: classification(weights=balanced), multilabel, regression(loss=l1); default: as the data says"""
     rounds: int = 40
     """communication rounds"""
     clients_per_round: int | None = None

@@ -65,7 +65,8 @@ def files_of(source: Source, config: RunConfig) -> FileSet:
     """What the files hold, read as the config says."""
     data = config.data
     options = {name: getattr(data, name) for name in (*_OF_TABLES, "size")}
-    return read(source, FileOptions(**options))
+    task = None if config.task is None else parse_term(config.task, "task", "regression(loss=l1)").name
+    return read(source, FileOptions(**options, task=task))
 
 
 def _changed(config: RunConfig) -> set[str]:
