@@ -13,7 +13,9 @@ from fednorm.cli.settings import refuse_code
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
-    client: Annotated[int | None, typer.Option(metavar="ID", help="this client's model; default: the global")] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="ID|NAME", help="this client's model; default: the global")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="default: in RUN")] = None,
     fold: Annotated[
         bool, typer.Option("--fold", help="for inference: BatchNorm and standardised weights folded into plain layers")

@@ -262,7 +262,7 @@ def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> RunResult:
 
 
 def _summary(plan: Plan, run: Run) -> RunResult:
-    return summarise(
+    summary = summarise(
         list(run.store.rows()),
         method=plan.method.name,
         seed=plan.config.seed,
@@ -271,6 +271,8 @@ def _summary(plan: Plan, run: Run) -> RunResult:
         digest=digest(run.server.tree),
         notes=plan.prepared.notes,
     )
+    names = plan.federation.client_names
+    return {**summary, "client_names": list(names)} if names else summary
 
 
 def save_model(plan: Plan, run: Run, path: Path) -> None:

@@ -132,7 +132,7 @@ class RunConfig:
     model: str = "small_resnet"
     """model name, such as resnet20(shortcut=B), timm:NAME, package.module:factory"""
     task: str | None = None
-    """what outputs mean: classification(weights=balanced), multilabel, regression(loss=l1); default: as the data says"""
+    """what outputs mean: classification(weights=balanced), multilabel, regression(loss=l1); default: the data's own"""
     rounds: int = 40
     """communication rounds"""
     clients_per_round: int | None = None

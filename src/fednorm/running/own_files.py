@@ -1,4 +1,4 @@
-"""Data in users' own files, as a run sees them: they decide what the config left open, and are found again unchanged."""
+"""Users' own files, as a run sees them: they decide what the config left open, and must be found again unchanged."""
 
 from __future__ import annotations
 

@@ -192,6 +192,8 @@ class RunResult(TypedDict):
     """what a user should know about how the model was prepared"""
     digest: str
     """digest of the server's final state: equal digests, equal bits"""
+    client_names: NotRequired[list[str]]
+    """names of the clients, in the order of their ids; absent where they have none"""
 
 
 class MeanOverSeeds(TypedDict):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 from fednorm import __version__
 from fednorm.core.state import Tree, is_norm, model_state
+from fednorm.data.client_names import client_number
+from fednorm.data.federation import Federation
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.files import disk_errors
 from fednorm.pieces.fold import fold_with_report
@@ -21,13 +24,13 @@ def export(
     folder: str | Path,
     path: str | Path | None = None,
     *,
-    client: int | None = None,
+    client: int | str | None = None,
     fold: bool = False,
     objects: Objects | None = None,
 ) -> Path:
     """Write a run's model as safetensors and return where: all entries of the model's state dict, nothing else.
 
-    Without a client it is the global model; entries that stayed local are then their clients' mean. `fold` writes the
+    A client is given by number or name. Without one it is the global model; entries that stayed local are then their clients' mean. `fold` writes the
     same function with fewer layers, for inference (see `folded`). `objects` holds the model and data of a run that was
     started from Python with its own.
     """
@@ -39,6 +42,8 @@ def export(
         raise CheckpointError(f"'{folder}' has no state yet; start it with `fednorm resume {folder}`")
     objects = objects or Objects()
     plan = make_plan(config, model=objects.model, federation=objects.federation, method=objects.method)
+    if client is not None:
+        client = client_number(plan.federation, client)
     store = Store(run.state)
     try:
         state = model_of(plan, store, client)
@@ -55,6 +60,7 @@ def export(
         "in_channels": str(plan.federation.in_channels),
         "method": plan.method.name,
         "client": "global" if client is None else str(client),
+        **_about_data(plan.federation, client),
         "seed": str(config.seed),
         "rounds": str(rounds),
         "fednorm": __version__,
@@ -64,6 +70,13 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
     save_tree(target, state, metadata)
     return target
+
+
+def _about_data(federation: Federation, client: int | None) -> dict[str, str]:
+    """What whoever uses the model must know of the data it was trained on."""
+    about = {"classes": list(federation.classes), "preprocessing": dict(federation.preprocessing)}
+    names = {} if client is None or not federation.client_names else {"client_name": federation.client_names[client]}
+    return {**names, **{key: json.dumps(value) for key, value in about.items() if value}}
 
 
 def folded(plan: Plan, state: Tree) -> tuple[Tree, dict[str, str]]:
@@ -85,9 +98,6 @@ def folded(plan: Plan, state: Tree) -> tuple[Tree, dict[str, str]]:
 
 def model_of(plan: Plan, store: Store, client: int | None) -> Tree:
     """The state of the global model, or of one client's, as the last round left it."""
-    number = len(plan.federation.clients)
-    if client is not None and not 0 <= client < number:
-        raise ConfigError(f"client {client} does not exist; the run has clients 0 to {number - 1}")
     if not store.facts():
         raise CheckpointError(f"'{store.path}' holds no round; the run never started")
     phase = plan.evaluated(-1)

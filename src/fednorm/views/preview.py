@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fednorm.data.batches import UNION
-from fednorm.data.summary import summary
+from fednorm.data.client_facts import held
 from fednorm.engines.choose import seconds_of_step, steps_per_round
 from fednorm.running.config import to_dict
 from fednorm.running.plan import Plan
@@ -28,9 +28,8 @@ def preview(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.prepared.notes),
         "bytes_per_client": exchanges(plan.prepared, plan.optimizer),
         "clients_per_round": plan.cohort_size if plan.method.data == "each" else 1,
-        "clients": summary(
-            [rows.numpy() for rows in federation.clients], federation.y.cpu().numpy(), federation.num_classes
-        ),
+        "clients": held(federation),
+        "data_notes": list(federation.notes),
         "estimate": estimate(plan),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ def deal(
     files: FileSet,
     *,
     partition: str,
-    options: Mapping[str, object],
+    options: Mapping[str, Any],
     num_clients: int,
     seed: int,
     unseen: int = 0,
@@ -106,9 +107,8 @@ def _about_tests(files: FileSet, test_fraction: float) -> tuple[str, ...]:
         return ()
     whose = "the rows" if files.client is None else "each client's examples"
     some = "" if count == len(files.split) else " where nothing says what is for tests"
-    return (
-        f"{100 * test_fraction:g} % of {whose}, drawn by the seed with the mix of classes, are set aside for tests{some}",
-    )
+    share = f"{100 * test_fraction:g} % of {whose}"
+    return (f"{share}, drawn by the seed with the mix of classes, are set aside for tests{some}",)
 
 
 def own_clients(
@@ -166,4 +166,6 @@ def _check_partition(files: FileSet, partition: str, options: Mapping[str, objec
         column = "; give --client-column COL" if files.name.startswith("table:") else ", as an array 'client'"
         raise ConfigError(f"partition 'own' needs data that name their clients{column}, or another partition")
     if find_partition(partition, options).uses_labels and files.task != "classification":
-        raise ConfigError(f"partition '{partition}' divides by class, but the task is {files.task}; use --partition iid")
+        raise ConfigError(
+            f"partition '{partition}' divides by class, but the task is {files.task}; use --partition iid"
+        )

@@ -92,7 +92,9 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as stored:
             found = {name: stored[name] for name in wanted}
     except (zipfile.BadZipFile, ValueError, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-        raise ConfigError(f"'{path}' is not a readable .npz file ({first_line(error)}); save it with np.savez") from None
+        raise ConfigError(
+            f"'{path}' is not a readable .npz file ({first_line(error)}); save it with np.savez"
+        ) from None
     _check_names(found, sorted(names), path)
     return found
 
@@ -133,8 +135,10 @@ def _joined(arrays: dict[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
         if f"{name}_train" not in arrays:
             continue
         train, test = arrays[f"{name}_train"], arrays[f"{name}_test"]
-        if train.shape[1:] != test.shape[1:] or train.dtype.kind != test.dtype.kind or (
-            name == "x" and train.dtype != test.dtype
+        if (
+            train.shape[1:] != test.shape[1:]
+            or train.dtype.kind != test.dtype.kind
+            or (name == "x" and train.dtype != test.dtype)
         ):
             raise ConfigError(
                 f"'{path}': {name}_train has rows of {train.shape[1:]} {train.dtype} but {name}_test of "
