@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +16,24 @@ _LEGEND = (
 
 
 def facts_text(facts: dict[str, Any]) -> list[str]:
-    """The lines for people; `facts` are those of `federation_facts`."""
+    """The lines for people, none longer than a terminal; `facts` are those of `federation_facts`."""
     inputs, clients, examples = facts["inputs"], facts["clients"], facts["examples"]
     shape = " x ".join(map(str, inputs["shape"]))
-    lines = [
+    head = [
         f"{facts['name']}: {len(clients)} clients, {examples['train']} training and {examples['test']} test examples",
-        f"inputs: {inputs['type']} {shape}, {_short(inputs['min'])} to {_short(inputs['max'])}; task: {facts['task']}",
-        *(f"note: {note}" for note in facts["notes"]),
-        "",
-        *(client_table(facts) if len(clients) <= MOST_CLIENTS else client_summary(facts)),
-        "",
-        *_LEGEND,
+        f"inputs: {inputs['type']} {shape}, {_short(inputs['min'])} to {_short(inputs['max'])}; task: {facts['task']}; "
+        f"model: {facts['model']}",
+        *facts["notes"],
     ]
-    return lines + _missing(facts)
+    few = len(clients) <= MOST_CLIENTS
+    body = client_table(facts) if few else client_summary(facts)
+    tail = [*_LEGEND, *_missing(facts, each=few)]
+    return [*wrapped(head), "", *body, "", *wrapped(tail)]
+
+
+def wrapped(lines: Sequence[str]) -> list[str]:
+    """Lines that fit a terminal."""
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
 
 def client_table(facts: dict[str, Any]) -> list[str]:
@@ -39,10 +45,8 @@ def client_table(facts: dict[str, Any]) -> list[str]:
 
 def _rows(facts: dict[str, Any], by_class: bool) -> list[list[str]]:
     classes = facts["classes"] if "labels" in facts["clients"][0] else []
-    if by_class:
-        middle = [_elided(name, 8) for name in classes]
-    else:
-        middle = ["classes"] if classes else ["target"]
+    joint = ["classes"] if classes else ["target"]
+    middle = [_elided(name, 8) for name in classes] if by_class else joint
     rows = [["client", "train", "test", *middle, "label shift", "feature shift"]]
     for entry in facts["clients"]:
         labels = entry.get("labels", [])
@@ -82,25 +86,27 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ['client  train', 'a          12']
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+
+    def line(row: Sequence[str]) -> str:
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        return "  ".join([row[0].ljust(widths[0]), *numbers])
+
+    return [line(row) for row in rows]
 
 
-def _missing(facts: dict[str, Any]) -> list[str]:
-    """Who has nothing of which class, for as many as can be read."""
+def _missing(facts: dict[str, Any], each: bool) -> list[str]:
+    """Which classes nobody trains on, and who lacks which."""
     names = facts["classes"]
     lines = []
     if facts["classes_without_training"]:
         lines.append(f"nobody trains on: {_some([names[label] for label in facts['classes_without_training']])}")
     lacking = [entry for entry in facts["clients"] if entry.get("missing_classes")]
-    for entry in lacking[:MOST_CLIENTS] if len(names) <= 100 else []:
+    if lacking and not each:
+        return [*lines, f"{len(lacking)} clients lack classes; --json says who lacks which"]
+    for entry in lacking:
         classes = _some([names[label] for label in entry["missing_classes"]])
-        lines.append(f"{entry['name']} has no training example of: {classes}")
-    return [*lines, f"... {len(lacking)} clients lack classes"] if len(lacking) > MOST_CLIENTS else lines
+        lines.append(f"client {entry['name']} has no training example of {classes}")
+    return lines
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:

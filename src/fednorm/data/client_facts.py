@@ -62,6 +62,9 @@ def _clients(federation: Federation, counts: np.ndarray | None) -> list[dict[str
             "test": len(own),
             "trains": client not in federation.unseen,
         }
+        if len(rows):
+            low, high = federation.x[rows].aminmax()
+            entry |= {"min": low.item(), "max": high.item()}
         if counts is not None:
             held = counts[client] > 0
             entry |= {"labels": counts[client].tolist(), "missing_classes": np.flatnonzero(~held).tolist()}

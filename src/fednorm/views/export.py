@@ -30,9 +30,9 @@ def export(
 ) -> Path:
     """Write a run's model as safetensors and return where: all entries of the model's state dict, nothing else.
 
-    A client is given by number or name. Without one it is the global model; entries that stayed local are then their clients' mean. `fold` writes the
-    same function with fewer layers, for inference (see `folded`). `objects` holds the model and data of a run that was
-    started from Python with its own.
+    A client is given by number or name. Without one it is the global model; entries that stayed local are then their
+    clients' mean. `fold` writes the same function with fewer layers, for inference (see `folded`). `objects` holds the
+    model and data of a run that was started from Python with its own.
     """
     run = RunFolder(Path(folder))
     config, comparison = read_config(run)

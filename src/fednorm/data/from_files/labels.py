@@ -34,12 +34,7 @@ class Labels:
         """What was made of the target, for a user to see."""
         if self.task == "classification":
             return f"{what}: classification, {self.num_classes} classes ({listed(self.classes, 6)})"
-        many = (
-            ""
-            if self.num_classes == 1
-            else f", {self.num_classes} {'labels' if self.task == 'multilabel' else 'targets'}"
-        )
-        return f"{what}: {self.task}{many}"
+        return f"{what}: {self.task}" + (f", {self.num_classes} numbers each" if self.num_classes > 1 else "")
 
 
 def class_labels(values: np.ndarray, what: str) -> Labels:

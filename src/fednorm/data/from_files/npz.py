@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fednorm.data.federation import Federation
-from fednorm.data.from_files.file_set import OPEN, TEST, TRAIN, FileOptions, FileSet
+from fednorm.data.from_files.file_set import OPEN, FileOptions, FileSet
 from fednorm.data.from_files.labels import Labels, check_classes, class_labels, client_codes, number_labels, split_codes
 from fednorm.data.from_files.problems import listed, noted, refuse
 from fednorm.data.from_files.scaling import with_image_scale
