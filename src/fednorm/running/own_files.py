@@ -25,8 +25,9 @@ def settled(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
     for and cannot be is refused. A config with a digest has been settled before and stays as it is.
     """
     source = find_source(config.data.name)
-    given = {*given, *_changed(config)}
-    _check_fields(config.data, source, given)
+    changed = _changed(config)
+    _check_fields(config.data, source, changed)
+    given = {*given, *changed}
     if source is None:
         return config
     if config.data.digest is not None:
@@ -76,20 +77,20 @@ def _changed(config: RunConfig) -> set[str]:
     return found | ({"model"} if config.model != plain.model else set())
 
 
-def _check_fields(data: DataConfig, source: Source | None, given: Collection[str]) -> None:
+def _check_fields(data: DataConfig, source: Source | None, changed: Collection[str]) -> None:
     """Refuse a field that means nothing for these data."""
     for name in _OF_TABLES:
-        if f"data.{name}" in given and (source is None or source.kind != "table"):
+        if f"data.{name}" in changed and (source is None or source.kind != "table"):
             raise ConfigError(
                 f"data.{name}={getattr(data, name)!r} is for a table (--data table:FILE), not for '{data.name}'; "
                 "leave it out"
             )
-    if "data.size" in given and source is not None and source.kind != "folder":
+    if "data.size" in changed and source is not None and source.kind != "folder":
         raise ConfigError(f"data.size={data.size} is for images in files, not for '{data.name}'; leave it out")
-    if "data.dir" in given and source is not None:
+    if "data.dir" in changed and source is not None:
         raise ConfigError(f"--data-dir is for sets known by name, not for '{data.name}'; leave it out")
     for field in ("test_fraction", "digest"):
-        if f"data.{field}" in given and source is None:
+        if f"data.{field}" in changed and source is None:
             raise ConfigError(f"data.{field} is for your own files ({NAMES}), not for '{data.name}'; leave it out")
 
 
