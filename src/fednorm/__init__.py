@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fednorm.core.method import Method as Method
     from fednorm.core.method import Part as Part
+    from fednorm.core.optim import Optimizer as Optimizer
+    from fednorm.core.optimizers import register_optimizer as register_optimizer
     from fednorm.core.registry import register as register
     from fednorm.core.state import Kind as Kind
     from fednorm.core.state import Policy as Policy
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from fednorm.running.api import run as run
     from fednorm.running.comparison import compare as compare
     from fednorm.running.config import RunConfig as RunConfig
+    from fednorm.scoring.own_task import Task as Task
+    from fednorm.scoring.tasks import TaskData as TaskData
+    from fednorm.scoring.tasks import register_task as register_task
 
 __version__ = "0.1.0"
 
@@ -44,12 +49,15 @@ _HOME = {
     "FednormError": "errors",
     "Kind": "core.state",
     "Method": "core.method",
+    "Optimizer": "core.optim",
     "Part": "core.method",
     "Policy": "core.state",
     "Reception": "halves.reception",
     "RunConfig": "running.config",
     "Server": "halves.server",
     "Site": "halves.site",
+    "Task": "scoring.own_task",
+    "TaskData": "scoring.tasks",
     "Update": "halves.messages",
     "compare": "running.comparison",
     "entries": "core.state",
@@ -64,6 +72,8 @@ _HOME = {
     "prepare": "halves.prepared",
     "register": "core.registry",
     "register_norm": "core.state",
+    "register_optimizer": "core.optimizers",
+    "register_task": "scoring.tasks",
     "run": "running.api",
     "split": "halves.loop",
     "wire": "halves",

@@ -43,15 +43,19 @@ FLAGS = (
     Flag("--partition", "data.partition", "EXPR", "What to run"),
     Flag("--clients", "data.clients", "N", "What to run"),
     Flag("--clients-per-round", "clients_per_round", "N", "What to run"),
+    Flag("--client-fraction", "client_fraction", "X", "What to run"),
+    Flag("--task", "task", "EXPR", "What to run"),
     Flag("--seed", "seed", "N", "What to run"),
     Flag("--rounds", "rounds", "N"),
     Flag("--local-steps", "train.local_steps", "N"),
     Flag("--local-epochs", "train.local_epochs", "N"),
     Flag("--batch-size", "train.batch_size", "N"),
+    Flag("--optimizer", "train.optimizer", "EXPR"),
     Flag("--lr", "train.lr", "X"),
     Flag("--momentum", "train.momentum", "X"),
     Flag("--weight-decay", "train.weight_decay", "X"),
     Flag("--schedule", "train.schedule", "EXPR"),
+    Flag("--warmup", "train.warmup", "N|X"),
     Flag("--augment", "train.augment", "EXPR"),
     Flag("--val-fraction", "data.val_fraction", "X"),
     Flag("--init", "init", "FILE"),
@@ -112,6 +116,7 @@ def field_help() -> dict[str, str]:
     """The text under each field of the config classes, by dotted name."""
     texts = field_texts(config)
     sections = {"data": "DataConfig", "train": "TrainConfig", "eval": "EvalConfig", "engine": "EngineConfig"}
+    sections |= {"world": "WorldConfig"}
     joined = dict(texts["RunConfig"])
     for section, name in sections.items():
         joined |= {f"{section}.{key}": text for key, text in texts[name].items()}

@@ -84,7 +84,8 @@ def print_scores(result: Result) -> None:
         if how in FOOTNOTES and how not in marks:
             marks[how] = _MARKS[len(marks)]
         cells = [
-            cell_text(line.get(name)) + (marks.get(how, "") if name == "pooled" and name in line else "")
+            cell_text(line.get(name), result.percent)
+            + (marks.get(how, "") if name == "pooled" and name in line else "")
             for name in shown
         ]
         sent = size_text(line["bytes_per_round"]) if line["bytes_per_round"] else "-"
@@ -97,4 +98,6 @@ def print_scores(result: Result) -> None:
     over = (
         f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     )
-    print(f"{result.metric} in percent after the last round, {over}")
+    unit = " in percent" if result.percent else ""
+    better = "" if result.higher_is_better else ", lower is better"
+    print(f"{result.metric}{unit} after the last round{better}, {over}")

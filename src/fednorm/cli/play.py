@@ -80,7 +80,7 @@ def rounds_done(out: Path) -> int | None:
 
 def finish(asked: Asked, result: Result) -> None:
     """Print a result, as a table or as JSON."""
-    from fednorm.running.records import score_of
+    from fednorm.running.records import number_text, score_of
 
     if asked.json:
         print_json({**result.to_json(), "folder": result.folder})
@@ -92,7 +92,7 @@ def finish(asked: Asked, result: Result) -> None:
         if run["best_validation"]:
             best = run["best_validation"]
             scores = ", ".join(
-                f"{name} {score_of(best, name, result.metric):.1f}"
+                f"{name} {number_text(score_of(best, name, result.metric), result.percent)}"
                 for name in best
                 if name not in ("round", "validation")
             )

@@ -14,6 +14,7 @@ from fednorm.running.config import RunConfig, all_fields, from_dict, updated
 from fednorm.running.recipe import Recipe, read_recipe
 
 _LIBRARIES = ("timm", "torchvision")
+_EXCLUSIVE = (("train.local_steps", "train.local_epochs"), ("clients_per_round", "client_fraction"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,10 @@ def resolve(
     changes = dict(map(read_assignment, assignments)) | {name: read_value(name, text) for name, text in flags.items()}
     if "model" not in changes:
         refuse_code(config.model, f"'{file}'", allow_code)
-    for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
-        if f"train.{mine}" in changes and f"train.{other}" not in changes:
-            changes[f"train.{other}"] = None  # the file's choice gives way to the one on the command line
+    for pair in _EXCLUSIVE:
+        for mine, other in (pair, pair[::-1]):
+            if mine in changes and other not in changes:
+                changes[other] = None  # the file's choice gives way to the one on the command line
     return settled_by_files(updated(config, changes), {*changes, *field_names(recipe.fields)}), recipe
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
@@ -162,17 +162,20 @@ def _in_words(claim: str) -> str:
     return f"the {subject} of {detail}" if detail else f"the {subject}"
 
 
-def checked_options(term: Term, make: Factory) -> dict[str, Any]:
-    """The options of a term, each known to the factory and of the type its signature states."""
+def checked_options(term: Term, make: Callable[..., Any], handed: Collection[str] = ()) -> dict[str, Any]:
+    """The options of a term, each known to the factory and of the type its signature states.
+
+    Parameters that are `handed` over otherwise are no options.
+    """
     hints = get_type_hints(make)
-    known = inspect.signature(make).parameters
+    known = [name for name in inspect.signature(make).parameters if name not in handed]
     values: dict[str, Any] = {}
     for key, value in term.options.items():
         if key not in known:
             if not known:
                 raise ConfigError(f"'{term.name}' takes no options but was given '{key}'; write just '{term.name}'")
             raise unknown(f"option of '{term.name}'", key, known)
-        hint = hints[key]
+        hint = hints.get(key, object)
         # `float | Literal["window"]` offers a type and a word
         options = [option for each in get_args(hint) or (hint,) for option in get_args(each) or (each,)]
         if float in options and int not in options and isinstance(value, int) and not isinstance(value, bool):
@@ -187,4 +190,4 @@ def checked_options(term: Term, make: Factory) -> dict[str, Any]:
 def _fits(value: Any, option: Any) -> bool:
     if not isinstance(option, type):
         return value == option
-    return isinstance(value, option) and (option is bool or not isinstance(value, bool))
+    return isinstance(value, option) and (option in (bool, object) or not isinstance(value, bool))

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fednorm.core.state import Kind, Tree, is_batch_norm
-from fednorm.core.task import Task
+from fednorm.core.task import AnyTask
 
 if TYPE_CHECKING:
     from fednorm.core.method import Facts, Numbers, Rule
-    from fednorm.core.optim import Optimizer
+    from fednorm.core.optim import Stepping
 
 
 class Carry(NamedTuple):
@@ -86,8 +86,8 @@ class StepSpec:
     model: nn.Module
     facts: Facts
     rule: Rule
-    optimizer: Optimizer
-    task: Task
+    optimizer: Stepping
+    task: AnyTask
     tied: bool = True
     """Whether the model may have tensors with several names, which takes time to look for in every step."""
     keyed: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ class TrainStep:
             grads, (_, loss) = gradients(carry.params, carry, batch, numbers)
             for transform in rule.grads:
                 grads = transform(grads, carry, numbers, spec.facts)
-            params, buffers = spec.optimizer.update(
+            params, buffers = spec.optimizer.step(
                 carry.params, grads, carry.optimizer, numbers, spec.factors, spec.spared
             )
             after = carry._replace(params=params, optimizer=buffers)

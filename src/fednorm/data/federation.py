@@ -95,8 +95,9 @@ class Federation:
 Examples = tuple[Tensor, Tensor] | torch.utils.data.Dataset[object]
 
 
-def as_tensors(examples: Examples, who: str) -> tuple[Tensor, Tensor]:
+def as_tensors(examples: Examples, who: str, task: str = "classification") -> tuple[Tensor, Tensor]:
     """(x, y) tensors from a pair of tensors or from any map-style `Dataset` of (x, y) items."""
+    classes = task == "classification"
     if isinstance(examples, tuple):
         x, y = examples
     else:
@@ -104,18 +105,19 @@ def as_tensors(examples: Examples, who: str) -> tuple[Tensor, Tensor]:
         if not items:
             raise ConfigError(f"{who} has no examples; leave it out or give it data")
         x = torch.stack([torch.as_tensor(item[0]) for item in items])  # type: ignore[index]
-        y = torch.as_tensor([int(item[1]) for item in items])  # type: ignore[index]
+        y = torch.stack([torch.as_tensor(item[1]) for item in items])  # type: ignore[index]
     if len(x) != len(y):
         raise ConfigError(f"{who} has {len(x)} inputs and {len(y)} labels; each input needs one label")
     if len(x) == 0:
         raise ConfigError(f"{who} has no examples; leave it out or give it data")
-    return x, y.to(torch.int64)
+    return x, y.to(torch.int64) if classes else y
 
 
 def from_clients(
     train: Sequence[Examples],
     test: Sequence[Examples] | Examples,
     *,
+    task: str | None = None,
     num_classes: int | None = None,
     name: str = "own data",
 ) -> Federation:
@@ -127,12 +129,13 @@ def from_clients(
     """
     if not train:
         raise ConfigError("no client data was given; pass a list with one data set per client")
-    pools = [as_tensors(part, f"client {c}") for c, part in enumerate(train)]
+    task = task or "classification"
+    pools = [as_tensors(part, f"client {c}", task) for c, part in enumerate(train)]
     per_client = isinstance(test, Sequence) and not isinstance(test, tuple)
     parts = cast("Sequence[Examples]", test if per_client else [test])
     if per_client and len(parts) != len(train):
         raise ConfigError(f"{len(train)} clients but {len(parts)} test sets; give one per client, or one for all")
-    tests = [as_tensors(part, f"test set {c}") for c, part in enumerate(parts)]
+    tests = [as_tensors(part, f"test set {c}", task) for c, part in enumerate(parts)]
     own = consecutive_rows([len(y) for _, y in tests])
     y = torch.cat([part for _, part in pools])
     test_y = torch.cat([part for _, part in tests])
@@ -144,5 +147,13 @@ def from_clients(
         test_x=torch.cat([part for part, _ in tests]),
         test_y=test_y,
         own_test=own if per_client else (own[0],) * len(train),
-        num_classes=num_classes or int(max(y.max(), test_y.max())) + 1,
+        num_classes=num_classes or _num_outputs(y, test_y),
+        task=task,
     )
+
+
+def _num_outputs(y: Tensor, test_y: Tensor) -> int:
+    """Classes where targets are class numbers, else how many numbers there are for each example."""
+    if y.dim() == 1 and not y.is_floating_point():
+        return int(max(y.max(), test_y.max())) + 1
+    return int(y.shape[1]) if y.dim() > 1 else 1

@@ -150,7 +150,11 @@ def play_plainly(order: Order, train: Train) -> Played:
     here = ranks.own(sites.batches.pool.clients, exchange.cohort)
     states = order.states.get_many(here)
     starts = phase.starts(server.tree, [states[client].tree for client in here], sites.device)
-    jobs = [sites.job(phase, client, start, states[client].steps) for client, start in zip(here, starts, strict=True)]
+    shares = exchange.shares
+    jobs = [
+        sites.job(phase, client, start, states[client].steps, shares.get(client, 1.0))
+        for client, start in zip(here, starts, strict=True)
+    ]
     accepted: list[Outcome] = []
     stacks: list[Stacks] = []
 

@@ -99,6 +99,7 @@ def to_message(sites: Sites) -> WorkerMessage:
         "sites": Sites(
             prepared=prepared,
             work=sites.work,
+            optimizer=sites.optimizer,
             device=sites.device,
             batches=replace(sites.batches, pool=replace(pool, x=nothing, y=nothing)),
             task=sites.task,

@@ -14,6 +14,7 @@ from torch import nn
 
 from fednorm.core.method import Method
 from fednorm.core.state import digest
+from fednorm.core.task import AnyTask
 from fednorm.data.digest import data_digests
 from fednorm.data.federation import Examples, Federation, from_clients
 from fednorm.engines.ranks import Alone, join
@@ -30,6 +31,7 @@ from fednorm.running.results import Result, summarise
 from fednorm.running.run import Run
 from fednorm.running.same_program import engine_maker
 from fednorm.running.store import Store, save_tree
+from fednorm.running.tasks import targets_of
 from fednorm.running.threads import threads_of
 
 
@@ -50,6 +52,7 @@ class Objects:
     model: nn.Module | None = None
     federation: Federation | None = None
     method: Method | None = None
+    task: AnyTask | None = None
 
     @property
     def names(self) -> list[str]:
@@ -82,6 +85,7 @@ def run(
     test: Sequence[Examples] | Examples | None = None,
     federation: Federation | None = None,
     method: str | Method | None = None,
+    task: str | AnyTask | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     on_row: OnRow | None = None,
@@ -90,19 +94,22 @@ def run(
     """Play one method and return its result.
 
     Everything has a default: `run(method="fixbn")` trains a small ResNet on the embedded images. `model` takes any
-    `nn.Module` or a name, `clients` one (x, y) pair or `Dataset` per client with `test` for all or for each,
-    `settings` any field of the config (`rounds=100, lr=0.1`). With `out` the run leaves a folder; `resume=True` goes
-    on in it.
+    `nn.Module` or a name, `task` a `fednorm.Task` or an expression, `clients` one (x, y) pair or `Dataset` per client
+    with `test` for all or for each, `settings` any field of the config (`rounds=100, lr=0.1`). With `out` the run
+    leaves a folder; `resume=True` goes on in it.
     """
     if clients is not None:
         if test is None:
             raise ConfigError("clients were given without test data; pass test=(x, y), or a list with one per client")
-        federation = from_clients(clients, test)
+        federation = from_clients(clients, test, task=targets_of(task or (config and config.task)))
     config = updated(config or RunConfig(), settings_to_fields(settings))
-    names = {"method": method, "model": model}
+    names = {"method": method, "model": model, "task": task}
     config = updated(config, {field: name for field, name in names.items() if isinstance(name, str)})
     objects = Objects(
-        model if isinstance(model, nn.Module) else None, federation, method if isinstance(method, Method) else None
+        model if isinstance(model, nn.Module) else None,
+        federation,
+        method if isinstance(method, Method) else None,
+        None if isinstance(task, str) else task,
     )
     if objects.method:
         config = updated(config, {"method": objects.method.name})
@@ -112,7 +119,7 @@ def run(
         asked = {*settings_to_fields(settings), *(["model"] if model is not None else [])}
         config = settled(config, asked)
     ranks = join(config.engine.device)
-    plan = make_plan(config, model=objects.model, federation=federation, method=objects.method)
+    plan = make_plan(config, model=objects.model, federation=federation, method=objects.method, task=objects.task)
     if out is None or not ranks.first:
         return Result((play(Playable(plan, Store(), None, on_row)),))
     folder, expected = RunFolder(Path(out)), stored_config(plan.config, objects)
@@ -268,6 +275,8 @@ def _summary(plan: Plan, run: Run) -> RunResult:
         seed=plan.config.seed,
         rounds=plan.config.rounds,
         metric=plan.task.metric,
+        higher_is_better=plan.task.higher_is_better,
+        percent=plan.task.percent,
         digest=digest(run.server.tree),
         notes=plan.prepared.notes,
     )

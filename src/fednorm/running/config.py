@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fednorm.core.schedule import check_warmup
 from fednorm.data.from_files.source import find_source
 from fednorm.errors import ConfigError, unknown
 
@@ -67,8 +68,10 @@ class TrainConfig:
     """passes over its data a client makes in a round (exclusive with local_steps)"""
     batch_size: int = 20
     """examples in a client's batch"""
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """local optimizer"""
+    optimizer: str = "sgd"
+    """local optimizer: sgd, sgd(nesterov=true), adam(beta1=0.9,beta2=0.999,eps=1e-8), adamw(...), or one of your own"""
+    nesterov: bool = False
+    """whether the momentum of sgd is Nesterov's"""
     lr: float = 0.05
     """learning rate of the first round"""
     momentum: float = 0.9
@@ -79,6 +82,8 @@ class TrainConfig:
     """whether weight decay also acts on vectors: gamma, beta and biases"""
     schedule: str = "constant"
     """learning rate by round: constant, step (x0.1 at 50 % and 75 %), step(factor=0.1,at=0.3/0.6), cosine, linear"""
+    warmup: float = 0.0
+    """rounds in which the learning rate rises to what the schedule says, or a share of all rounds below 1"""
     augment: str = "none"
     """augmentation of training batches: none, flip, crop(2)+flip"""
     weights: Literal["size", "uniform"] = "size"
@@ -124,6 +129,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """What goes wrong with clients; keyed by seed, round and client, so the same in every engine."""
+
+    dropout: float = 0.0
+    """probability that a client drawn for a round is gone and takes no part in it; one client always stays"""
+    stragglers: float = 0.0
+    """probability that a client is slow in a round and does only a part of its local steps"""
+    slowness: float = 0.5
+    """least share of its steps that a slow client does; the share is drawn evenly from here up to 1"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run: one method, one seed."""
 
@@ -136,7 +153,9 @@ class RunConfig:
     rounds: int = 40
     """communication rounds"""
     clients_per_round: int | None = None
-    """clients drawn for each round; default: all"""
+    """clients drawn for each round; default: all (exclusive with client_fraction)"""
+    client_fraction: float | None = None
+    """share of the clients drawn for each round, at least one client (exclusive with clients_per_round)"""
     seed: int = 0
     """seed of everything random"""
     init: str | None = None
@@ -147,6 +166,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -156,6 +176,12 @@ class RunConfig:
         if self.train.local_steps is not None:
             return "steps", self.train.local_steps
         return "epochs", self.train.local_epochs or 1
+
+    def cohort_size(self, available: int) -> int:
+        """How many of the clients that train a round draws."""
+        if self.client_fraction is not None:
+            return max(1, int(self.client_fraction * available + 0.5))
+        return min(self.clients_per_round or available, available)
 
     @property
     def eval_every(self) -> int:
@@ -167,6 +193,11 @@ def _check_ranges(config: RunConfig) -> None:
     if train.local_steps is not None and train.local_epochs is not None:
         raise ConfigError(
             f"local_steps={train.local_steps} and local_epochs={train.local_epochs} exclude each other; give one"
+        )
+    if config.clients_per_round is not None and config.client_fraction is not None:
+        raise ConfigError(
+            f"clients_per_round={config.clients_per_round} and client_fraction={config.client_fraction} exclude each "
+            "other; give one"
         )
     at_least = {
         "rounds": (config.rounds, 1),
@@ -198,6 +229,16 @@ def _check_ranges(config: RunConfig) -> None:
         raise ConfigError(f"data.val_fraction={data.val_fraction} is out of range; give 0 up to below 1")
     if config.engine.quorum is not None and not 0 < config.engine.quorum <= 1:
         raise ConfigError(f"engine.quorum={config.engine.quorum} is out of range; give a share above 0, up to 1")
+    if config.client_fraction is not None and not 0 < config.client_fraction <= 1:
+        raise ConfigError(f"client_fraction={config.client_fraction} is out of range; give a share above 0, up to 1")
+    world = config.world
+    if not 0 <= world.dropout < 1:
+        raise ConfigError(f"world.dropout={world.dropout} is out of range; give 0 up to below 1")
+    if not 0 <= world.stragglers <= 1:
+        raise ConfigError(f"world.stragglers={world.stragglers} is out of range; give 0 up to 1")
+    if not 0 < world.slowness <= 1:
+        raise ConfigError(f"world.slowness={world.slowness} is out of range; give a share above 0, up to 1")
+    check_warmup(train.warmup, config.rounds)
     if not 0 < data.test_fraction < 1:
         raise ConfigError(f"data.test_fraction={data.test_fraction} is out of range; give a share above 0 and below 1")
     # How many clients there are is not known before files that bring their own are read.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from fednorm.running.api import Interrupted
-from fednorm.running.records import OnRow, RoundRow, RunId, score_of
+from fednorm.running.records import OnRow, RoundRow, RunId, number_text, score_of
 
 
 @contextmanager
@@ -73,9 +73,11 @@ class Pace:
 
 def headline(row: RoundRow) -> str | None:
     """The global model's score of a round, if it was scored: `accuracy 71.2`."""
-    scores = row.get("eval", {})
-    names = (name for name in ("accuracy", "miou") if name in scores.get("pooled", {}))
-    return next((f"{name} {score_of(scores, 'pooled', name):.1f}" for name in names), None)
+    metric, scores = row.get("metric"), row.get("eval", {})
+    if metric is None or metric["name"] not in scores.get("pooled", {}):
+        return None
+    value = score_of(scores, "pooled", metric["name"])
+    return f"{metric['name']} {number_text(value, metric['percent'])}"
 
 
 class PlainLines:

@@ -14,10 +14,12 @@ from torch import nn
 from fednorm import models
 from fednorm.core.expression import parse_term
 from fednorm.core.method import Method
-from fednorm.core.optim import optimizer
+from fednorm.core.optim import Optimizer
+from fednorm.core.optimizers import SGD, with_nesterov
 from fednorm.core.schedule import lr_factor
 from fednorm.core.state import Kind, Policy, entries
-from fednorm.core.task import Task
+from fednorm.core.task import AnyTask
+from fednorm.core.world import World
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
@@ -34,8 +36,8 @@ from fednorm.methods import parse
 from fednorm.running.config import RunConfig
 from fednorm.running.own_files import build_own
 from fednorm.running.store import load_tree
+from fednorm.running.tasks import settle_task
 from fednorm.scoring.probes import find_probes
-from fednorm.scoring.tasks import make_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,12 @@ class Plan(Sites):
     @property
     def cohort_size(self) -> int:
         """How many clients a round draws."""
-        available = len(self.federation.training_clients)
-        return min(self.config.clients_per_round or available, available)
+        return self.config.cohort_size(len(self.federation.training_clients))
+
+    @property
+    def world(self) -> World:
+        """What goes wrong with clients."""
+        return World(self.config.seed, **vars(self.config.world))
 
 
 def make_plan(
@@ -58,21 +64,21 @@ def make_plan(
     model: nn.Module | None = None,
     federation: Federation | None = None,
     method: Method | None = None,
-    task: Task | None = None,
+    task: AnyTask | None = None,
 ) -> Plan:
     """Resolve a config; a model, data, method or task given as an object takes the place of the config's name."""
     method = method or parse(config.method)
     lr_factor(config.train.schedule, 1, config.rounds)
     parse_augmentation(config.train.augment)
     device = find_device(config.engine.device)
-    federation = federation or build_federation(config)
-    check(federation, task.name if task else None)
+    task, federation = settle_task(config.task, federation or build_federation(config), device, task)
+    check(federation, task.kind or task.name)
     available = len(federation.training_clients)
     if config.clients_per_round and config.clients_per_round > available:
         raise ConfigError(
             f"clients_per_round={config.clients_per_round} but only {available} clients train; give at most that many"
         )
-    network = build_model(config, federation) if model is None else model
+    network = build_model(config, federation, getattr(task, "outputs", None)) if model is None else model
     if config.init:
         network = copy.deepcopy(network)  # the caller's own model stays as it is
         load_initial(network, load_tree(Path(config.init)), config.init)
@@ -85,8 +91,9 @@ def make_plan(
         allow_noop=config.allow_noop,
         name=f"model '{config.model}'" if model is None else f"the given {type(model).__name__}",
     )
+    _check_world(config, method)
     _check_batch_size(config, method, agreed.prepared)
-    _check_momentum(config, method)
+    _check_momentum(config, method, agreed.optimizer)
     federation = replace(
         federation,
         x=federation.x.to(device),
@@ -97,9 +104,10 @@ def make_plan(
     plan = Plan(
         prepared=agreed.prepared,
         work=agreed.work,
+        optimizer=agreed.optimizer,
         device=device,
-        batches=batches_of(federation.pool, agreed, cohort=min(config.clients_per_round or available, available)),
-        task=task or make_task(federation.task, federation.num_classes, federation.ignore_index),
+        batches=batches_of(federation.pool, agreed, cohort=config.cohort_size(available)),
+        task=task,
         probes=find_probes(config.eval.probes),
         config=config,
         federation=federation,
@@ -120,12 +128,13 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         batch_size=train.batch_size,
         augmentation=train.augment,
         val_fraction=config.data.val_fraction,
-        optimizer=train.optimizer,
+        optimizer=with_nesterov(train.optimizer) if train.nesterov else train.optimizer,
         lr=train.lr,
         momentum=train.momentum,
         weight_decay=train.weight_decay,
         decay_vectors=train.decay_vectors,
         schedule=train.schedule,
+        warmup=train.warmup,
         dtype=train.dtype,
         chunk=config.eval.chunk,
     )
@@ -135,7 +144,7 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         sizes[size - num_held(size, held)] += count
     steps = typical_steps(work, sizes)
     if method.data == "union" and unit == "epochs":  # one client with all data, on batches as large as a cohort's
-        cohort = min(config.clients_per_round or sizes.total(), sizes.total())
+        cohort = config.cohort_size(sizes.total())
         whole = {sum(size * count for size, count in sizes.items()): 1}
         steps = typical_steps(replace(work, batch_size=train.batch_size * cohort), whole)
     return replace(work, total_steps=config.rounds * steps)
@@ -181,8 +190,8 @@ def build_federation(config: RunConfig) -> Federation:
     )
 
 
-def build_model(config: RunConfig, federation: Federation) -> nn.Module:
-    """The model the config names, for the data's channels, size and classes."""
+def build_model(config: RunConfig, federation: Federation, outputs: int | None = None) -> nn.Module:
+    """The model the config names, for the data's channels, size and classes, or with as many outputs as a task says."""
     term = parse_term(config.model, "model", "resnet20(shortcut=B)")
     vectors = federation.x.dim() == 2
     if vectors and term.name in models.MODELS and not models.MODELS[term.name].vectors:
@@ -192,7 +201,7 @@ def build_model(config: RunConfig, federation: Federation) -> nn.Module:
         )
     return models.build(
         term.name,
-        num_classes=federation.num_classes,
+        num_classes=outputs or federation.num_classes,
         in_channels=federation.in_channels,
         image_size=1 if vectors else int(federation.x.shape[-1]),
         seed=config.seed,
@@ -215,18 +224,27 @@ def load_initial(model: nn.Module, tree: Mapping[str, Any], source: str) -> None
     model.load_state_dict({key: tree[key] for key in model.state_dict() if key in tree}, strict=False)
 
 
-def _check_momentum(config: RunConfig, method: Method) -> None:
+def _check_momentum(config: RunConfig, method: Method, optimizer: Optimizer) -> None:
     kept = any(phase.policy[Kind.OPTIMIZER] is not Policy.FRESH for phase in method.phases)
     named = [part.label for part in method.parts if part.claims == {f"policy:{Kind.OPTIMIZER}"}]
-    if (
-        kept
-        and named
-        and not optimizer(config.train.optimizer, config.train.momentum).buffers
-        and not config.allow_noop
-    ):
+    if not (kept and named) or optimizer.buffers or config.allow_noop:
+        return
+    if optimizer == SGD:
         raise ConfigError(
             f"'{named[0]}' finds no momentum to maintain with train.momentum={config.train.momentum}; "
             "give --momentum 0.9, or --allow-noop to run it all the same"
+        )
+    raise ConfigError(
+        f"'{named[0]}' finds no buffers to maintain, which optimizer '{optimizer.name}' has not; "
+        "give another optimizer, or --allow-noop to run it all the same"
+    )
+
+
+def _check_world(config: RunConfig, method: Method) -> None:
+    if config.world.stragglers and "lockstep" in method.needs:
+        raise ConfigError(
+            f"'{method.name}' steps in lock-step, where all wait for the slowest, so world.stragglers="
+            f"{config.world.stragglers} cannot be played; set it to 0, or take another method"
         )
 
 

@@ -41,8 +41,8 @@ class RunId(NamedTuple):
 
 
 class ProtocolScores(TypedDict, total=False):
-    """Scores of one protocol. Which fields there are depends on the task (its metric is `accuracy` or `miou`) and on
-    whether one model was tested or one for each client."""
+    """Scores of one protocol. Which fields there are depends on the task, and on whether one model was tested or one
+    for each client. A task of one's own has its metrics by their names, beside `loss`."""
 
     accuracy: float
     """percent of examples that were classified rightly; with several clients or domains their unweighted mean"""
@@ -50,14 +50,30 @@ class ProtocolScores(TypedDict, total=False):
     """segmentation: mean over classes of intersection over union, in percent"""
     pixel_accuracy: float
     """segmentation: percent of pixels that were classified rightly"""
-    loss: float
-    """mean loss, where one model was tested"""
+    f1: float
+    """several labels: mean over labels of F1, in percent"""
+    f1_micro: float
+    """several labels: F1 of all labels taken as one, in percent"""
+    exact_match: float
+    """several labels: percent of examples whose labels were all right"""
+    rmse: float
+    """regression: root mean squared error over all targets, in their unit"""
+    mae: float
+    """regression: mean absolute error"""
+    r2: float | None
+    """regression: share of the targets' variance that is explained; null where a target does not vary"""
+    loss: float | None
+    """mean loss, by class weights where the task has some; with several clients their unweighted mean"""
     per_class: list[float | None]
-    """the metric of each class, where one model was tested; null for a class without examples"""
+    """the metric of each class or label, where one model was tested; null for a class without examples"""
+    per_target: list[float]
+    """regression of several targets: the metric of each, where one model was tested"""
     worst: float
-    """the metric of the client with the lowest"""
+    """the metric of the client that fares worst"""
     per_client: dict[int, float]
     """the metric of each client, by client id (text in a file, as JSON has it)"""
+    per_client_metrics: dict[str, dict[int, float | None]]
+    """every other number of each client, by its name and client id: `loss`, and the task's further metrics"""
     per_domain: dict[str, float]
     """the metric of each domain, by its name"""
     how: str
@@ -80,6 +96,17 @@ class Scores(TypedDict, total=False):
     """the model a newcomer would use, on the own test rows of clients that never train"""
     validation: ProtocolScores
     """each client's model on the training rows it set aside; only this may choose a round"""
+
+
+class MetricFacts(TypedDict):
+    """What the headline number is."""
+
+    name: str
+    """its name in the scores"""
+    higher_is_better: bool
+    """whether more of it is better"""
+    percent: bool
+    """whether it is between 0 and 100; otherwise it has the targets' unit"""
 
 
 class RoundRow(TypedDict):
@@ -107,6 +134,12 @@ class RoundRow(TypedDict):
     """ids of the clients of the round; absent where all take part"""
     eval: NotRequired[Scores]
     """scores; absent in rounds that were not scored (see eval.every)"""
+    metric: NotRequired[MetricFacts]
+    """what the headline number of the scores is; absent where there are none"""
+    dropped: NotRequired[list[int]]
+    """ids of clients that were drawn and gone (world.dropout); absent where none was"""
+    straggled: NotRequired[dict[int, int]]
+    """steps that slow clients did, by client id (text in a file), where fewer than usual; absent where none was slow"""
     refused: NotRequired[dict[int, str]]
     """why updates were refused, by client id (text in a file); absent where none was"""
     probes: NotRequired[dict[str, dict[int, dict[str, float]]]]
@@ -123,14 +156,14 @@ class BestRound(Scores, total=False):
 
 
 class Peak(TypedDict, total=False):
-    """The highest score of a protocol on test data: for curves and tables of papers, not for choosing a round."""
+    """The best score of a protocol on test data: for curves and tables of papers, not for choosing a round."""
 
     round: Required[int]
     """number of the round, the first where several are equal"""
     accuracy: float
     """the score, where the metric is accuracy"""
     miou: float
-    """the score, where the metric is miou"""
+    """the score, where the metric is miou; other metrics likewise, by their names"""
 
 
 class Curves(TypedDict, total=False):
@@ -173,13 +206,17 @@ class RunResult(TypedDict):
     rounds_done: int
     """rounds that were played"""
     metric: str
-    """name of the headline number in the scores: `accuracy` or `miou`"""
+    """name of the headline number in the scores: `accuracy`, `miou`, `f1`, `rmse`, or a task's own"""
+    higher_is_better: NotRequired[bool]
+    """whether more of it is better; true in files that do not say"""
+    percent: NotRequired[bool]
+    """whether it is between 0 and 100, otherwise it has the targets' unit; true in files that do not say"""
     final: Scores
     """scores after the last round"""
     best_validation: BestRound | None
     """scores of the round that was best on the validation data; null without such data"""
     peak: dict[str, Peak]
-    """the highest score of each protocol on test data"""
+    """the best score of each protocol on test data"""
     curves: Curves
     """scores by round"""
     bytes: Bytes
@@ -272,3 +309,12 @@ def _check_version(stored: Mapping[str, Any], newest: int, where: str) -> None:
 def score_of(scores: Scores, protocol: str, metric: str) -> float:
     """One number of some scores, by names that are known only at run time."""
     return cast("Mapping[str, Mapping[str, float]]", scores)[protocol][metric]
+
+
+def number_text(value: float, percent: bool) -> str:
+    """A headline number for people: percents with one digit after the point, others with four that count.
+
+    >>> number_text(71.25, True), number_text(0.012345, False), number_text(12345.6, False)
+    ('71.2', '0.01234', '1.235e+04')
+    """
+    return f"{value:.1f}" if percent else f"{value:.4g}"

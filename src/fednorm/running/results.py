@@ -15,6 +15,7 @@ from fednorm.running.records import (
     RunResult,
     Scores,
     TableLine,
+    number_text,
     score_of,
 )
 
@@ -28,12 +29,15 @@ class Spread:
     mean: float
     std: float
     count: int
+    percent: bool = True
+    """whether the numbers are between 0 and 100"""
 
     def __str__(self) -> str:
-        return f"{self.mean:.1f} ± {self.std:.1f}" if self.count > 1 else f"{self.mean:.1f}"
+        mean, std = (number_text(value, self.percent) for value in (self.mean, self.std))
+        return f"{mean} ± {std}" if self.count > 1 else mean
 
 
-def spread(values: Iterable[float]) -> Spread:
+def spread(values: Iterable[float], percent: bool = True) -> Spread:
     """Mean and spread of some numbers.
 
     >>> str(spread([1.0, 3.0])), str(spread([2.0]))
@@ -42,7 +46,7 @@ def spread(values: Iterable[float]) -> Spread:
     listed = list(values)
     mean = math.fsum(listed) / len(listed)
     variance = math.fsum((value - mean) ** 2 for value in listed) / max(1, len(listed) - 1)
-    return Spread(mean, math.sqrt(variance), len(listed))
+    return Spread(mean, math.sqrt(variance), len(listed), percent)
 
 
 def summarise(
@@ -52,6 +56,8 @@ def summarise(
     seed: int,
     rounds: int,
     metric: str,
+    higher_is_better: bool = True,
+    percent: bool = True,
     digest: str,
     notes: Sequence[str] = (),
 ) -> RunResult:
@@ -61,7 +67,8 @@ def summarise(
     protocols = [name for name in (*PROTOCOLS, "validation") if name in final]
     by_round = {name: [score_of(scores, name, metric) for _, scores in scored] for name in protocols}
     # The first of several rounds that are equally good.
-    best = {name: max(range(len(scored)), key=lambda i: (values[i], -i)) for name, values in by_round.items()}
+    sign = 1 if higher_is_better else -1
+    best = {name: max(range(len(scored)), key=lambda i: (sign * values[i], -i)) for name, values in by_round.items()}
     best_validation: Any = None
     if "validation" in best:
         number, scores = scored[best["validation"]]
@@ -76,6 +83,8 @@ def summarise(
         "rounds": rounds,
         "rounds_done": len(rows),
         "metric": metric,
+        "higher_is_better": higher_is_better,
+        "percent": percent,
         "final": final,
         "best_validation": best_validation,
         "peak": peak,
@@ -108,6 +117,16 @@ class Result:
         return self.runs[0]["metric"]
 
     @property
+    def higher_is_better(self) -> bool:
+        """Whether more of the metric is better."""
+        return self.runs[0].get("higher_is_better", True)
+
+    @property
+    def percent(self) -> bool:
+        """Whether the metric is between 0 and 100."""
+        return self.runs[0].get("percent", True)
+
+    @property
     def curves(self) -> Curves:
         """The curves of the only run; with several runs look into `runs`."""
         return self.runs[0]["curves"]
@@ -119,7 +138,8 @@ class Result:
     def final(self, method: str | None = None, protocol: str = "pooled") -> Spread:
         """Final score of a method, over its seeds."""
         runs = self.of(method or self.methods[0])
-        return spread(score_of(run["final"], protocol, self.metric) for run in runs if protocol in run["final"])
+        scores = (score_of(run["final"], protocol, self.metric) for run in runs if protocol in run["final"])
+        return spread(scores, self.percent)
 
     def table(self) -> list[TableLine]:
         """One line a method: mean and spread by protocol, bytes a round, seconds."""
@@ -145,16 +165,16 @@ class Result:
         protocols = [name for name in PROTOCOLS if any(name in line for line in lines)]
         rows = [["method", *protocols, "kB/round"]]
         for line in lines:
-            cells = [cell_text(line.get(name)) for name in protocols]
+            cells = [cell_text(line.get(name), self.percent) for name in protocols]
             rows.append([line["method"], *cells, f"{line['bytes_per_round'] / 1e3:.1f}"])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def cell_text(cell: Mapping[str, Any] | None) -> str:
+def cell_text(cell: Mapping[str, Any] | None, percent: bool = True) -> str:
     """A cell of the table as text.
 
     >>> cell_text({"mean": 54.25, "std": 1.04, "n": 2}), cell_text(None)
     ('54.2 ± 1.0', '-')
     """
-    return str(Spread(cell["mean"], cell["std"], cell["n"])) if cell else "-"
+    return str(Spread(cell["mean"], cell["std"], cell["n"], percent)) if cell else "-"

@@ -14,9 +14,9 @@ from fednorm.engines.ranks import Alone
 from fednorm.errors import ConfigError, FednormError
 from fednorm.halves.exchange import diverged
 from fednorm.halves.prepared_phase import PreparedPhase
-from fednorm.halves.server import Server
 from fednorm.running.config import differences, to_dict
-from fednorm.running.evaluate import Scores, evaluate
+from fednorm.running.evaluate import Scores, evaluate, metric_facts
+from fednorm.running.failing import WorldServer
 from fednorm.running.in_step import play_in_step
 from fednorm.running.plan import Plan
 from fednorm.running.records import ROW_VERSION
@@ -57,9 +57,10 @@ class Run:
         remembered, alone = facts.get("engine") or self.ranks.engine(plan.device), type(self.ranks) is Alone
         self.engine_name, self.engine = make(plan, remembered, alone)
         stored = {name: to_device(store.tree(name), plan.device) for name in ("model", "memory") if facts}
-        self.server = Server(
+        self.server = WorldServer(
             plan,
             plan.federation.training_clients,
+            world=plan.world,
             per_round=plan.cohort_size,
             quorum=plan.config.engine.quorum,
             score_every=plan.config.eval_every,
@@ -106,6 +107,7 @@ class Run:
                 break
             if exchange.purpose is Purpose.SCORE:
                 server.row["eval"] = self._scores(exchange.phase)
+                server.row["metric"] = metric_facts(self.plan.task)
                 server.note_scores()
             else:
                 played = yield Order(exchange, server, self.plan, self.store, self.ranks, self._probing(number))

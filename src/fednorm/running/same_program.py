@@ -61,7 +61,7 @@ def same_settings(a: RunConfig, b: RunConfig) -> bool:
 
 
 def _settings(config: RunConfig) -> RunConfig:
-    train = replace(config.train, lr=0.0, momentum=0.0, weight_decay=0.0, schedule="constant")
+    train = replace(config.train, lr=0.0, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0)
     engine = replace(config.engine, checkpoint_every=None)
     free = {"method": "", "seed": 0, "rounds": 1, "init": None, "eval": EvalConfig()}
     return replace(config, train=train, engine=engine, **free)

@@ -46,12 +46,13 @@ def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[s
         joined = any(_is_joined(run, protocol) for run in result.runs)
         axis.set_title(TITLES[protocol] + (" (dashed: not one global model)" if joined else ""), fontsize=11)
         axis.set_xlabel("round")
-        axis.set_ylim(0, 100)
+        if result.percent:
+            axis.set_ylim(0, 100)
         axis.margins(x=0.01)
         axis.grid(axis="y", color="0.9", linewidth=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel(f"{result.metric} (%)")
+    axes[0].set_ylabel(f"{result.metric} (%)" if result.percent else result.metric)
     handles, labels = axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     if title:
