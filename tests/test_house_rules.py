@@ -250,7 +250,7 @@ def test_the_source_speaks_of_itself_alone(name: str) -> None:
 def test_the_core_imports_no_optional_package() -> None:
     """Optional packages are imported inside the function that needs them."""
     optional = {"torchvision", "timm", "matplotlib", "plotly", "scipy", "duckdb", "PIL", "tensorboard", "optuna"}
-    optional |= {"opacus", "nvflare", "flwr"}
+    optional |= {"opacus", "nvflare", "flwr", "pyarrow"}
     for name, path in NAMES.items():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):

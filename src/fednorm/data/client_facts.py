@@ -24,7 +24,7 @@ def federation_facts(federation: Federation) -> dict[str, Any]:
         "task": federation.task,
         "examples": {"train": len(federation.y), "test": len(federation.test_y)},
         "inputs": input_facts(federation),
-        "classes": list(federation.classes) or [str(label) for label in range(federation.num_classes)],
+        "classes": [] if counts is None else _class_names(federation),
         "classes_without_training": _never_trained(federation, counts),
         "notes": list(federation.notes),
         "clients": _clients(federation, counts),
@@ -90,6 +90,10 @@ def _counted(labels: np.ndarray, federation: Federation) -> np.ndarray:
     flat = labels.reshape(-1)
     known = flat[(flat >= 0) & (flat < federation.num_classes) & (flat != federation.ignore_index)]
     return np.bincount(known, minlength=federation.num_classes)
+
+
+def _class_names(federation: Federation) -> list[str]:
+    return list(federation.classes) or [str(label) for label in range(federation.num_classes)]
 
 
 def _never_trained(federation: Federation, counts: np.ndarray | None) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fednorm.data.from_files.source import find_source
+from fednorm.data.from_files.source import NAMES, find_source
 from fednorm.data.image_set import ImageSet
 from fednorm.data.readers import cifar, digits, domains, femnist, folders, idx, segmentation
 from fednorm.data.readers.forms import Form, missing
@@ -25,6 +25,8 @@ def find_dataset(name: str) -> DatasetInfo:
     if find_source(name) is not None:
         raise ConfigError(f"'{name}' is data of your own; look at it with: fednorm data check {name}")
     info = DATASETS.get(name.replace("-", "_"))
+    if info is None and (":" in name or os.sep in name):
+        raise ConfigError(f"data '{name}' is not known; data of your own are {NAMES}")
     if info is None:
         raise unknown("data set", name, DATASETS, "fednorm datasets")
     return info

@@ -33,6 +33,7 @@ from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
 from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
+from fednorm.models.fitting import check_inputs
 from fednorm.running.config import RunConfig
 from fednorm.running.own_files import build_own
 from fednorm.running.store import load_tree
@@ -193,17 +194,12 @@ def build_federation(config: RunConfig) -> Federation:
 def build_model(config: RunConfig, federation: Federation, outputs: int | None = None) -> nn.Module:
     """The model the config names, for the data's channels, size and classes, or with as many outputs as a task says."""
     term = parse_term(config.model, "model", "resnet20(shortcut=B)")
-    vectors = federation.x.dim() == 2
-    if vectors and term.name in models.MODELS and not models.MODELS[term.name].vectors:
-        raise ConfigError(
-            f"model '{term.name}' takes images, but '{federation.name}' has vectors of {federation.in_channels} "
-            "numbers; use --model mlp_bn, or your own"
-        )
+    check_inputs(term.name, federation.x.shape[1:], federation.name)
     return models.build(
         term.name,
         num_classes=outputs or federation.num_classes,
         in_channels=federation.in_channels,
-        image_size=1 if vectors else int(federation.x.shape[-1]),
+        image_size=1 if federation.x.dim() == 2 else int(federation.x.shape[-1]),
         seed=config.seed,
         **term.options,
     )

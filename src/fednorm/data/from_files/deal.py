@@ -108,7 +108,8 @@ def _about_tests(files: FileSet, test_fraction: float) -> tuple[str, ...]:
     whose = "the rows" if files.client is None else "each client's examples"
     some = "" if count == len(files.split) else " where nothing says what is for tests"
     share = f"{100 * test_fraction:g} % of {whose}"
-    return (f"{share}, drawn by the seed with the mix of classes, are set aside for tests{some}",)
+    mix = " with the mix of classes" if files.task == "classification" else ""
+    return (f"{share}, drawn by the seed{mix}, are set aside for tests{some}",)
 
 
 def own_clients(

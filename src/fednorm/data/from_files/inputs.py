@@ -47,13 +47,30 @@ class TableInputs:
             for pool, rows in zip(pools, (train, test), strict=True):
                 pool[:, at] = scaled[rows]
             at += 1
-        return replace(
+        made = replace(
             federation,
             x=torch.from_numpy(pools[0]),
             test_x=torch.from_numpy(pools[1]),
             notes=(*federation.notes, *_notes(about, self.standardize, len(used), width)),
             preprocessing={"kind": "table", "standardize": self.standardize, "columns": about},
         )
+        return made if federation.task != "regression" or self.standardize == "none" else _scaled_targets(made)
+
+
+def _scaled_targets(federation: Federation) -> Federation:
+    """Targets of mean 0 and deviation 1 over all clients that train, or the usual learning rates would diverge.
+
+    Pooled also where inputs are scaled by each client: the clients' outputs must mean the same.
+    """
+    used = federation.y[training_rows(federation)].double()
+    mean = used.mean(0)
+    std = used.std(0, correction=0)
+    std = torch.where(std > 0, std, 1.0)
+    y, test_y = (((part.double() - mean) / std).float() for part in (federation.y, federation.test_y))
+    shown = ["/".join(f"{value:.4g}" for value in part.reshape(-1).tolist()) for part in (mean, std)]
+    note = f"the target is standardised too, mean {shown[0]} and deviation {shown[1]}: errors are in such deviations"
+    about = {**federation.preprocessing, "target": {"mean": mean.tolist(), "std": std.tolist()}}
+    return replace(federation, y=y, test_y=test_y, notes=(*federation.notes, note), preprocessing=about)
 
 
 class _Owners:
@@ -102,7 +119,8 @@ def _mean_and_std(values: np.ndarray) -> tuple[float, float]:
 def _notes(about: Sequence[dict[str, Any]], how: Scale, rows: int, width: int) -> list[str]:
     numbers = [column for column in about if column["kind"] == "number"]
     categories = [column for column in about if column["kind"] == "category"]
-    notes = [f"{width} inputs from {len(numbers)} columns of numbers and {len(categories)} of categories"]
+    kinds = {"number": len(numbers), "category": len(categories)}
+    notes = [f"{width} inputs; columns by kind: {', '.join(f'{kind} {count}' for kind, count in kinds.items())}"]
     if numbers and how == "pooled":
         shown = listed([f"{column['name']} {column['mean']:.4g} ± {column['std']:.4g}" for column in numbers])
         notes.append(
