@@ -46,7 +46,7 @@ def class_labels(values: np.ndarray, what: str) -> Labels:
     """
     classes, codes = np.unique(values, return_inverse=True)
     if len(classes) < 2:
-        raise ConfigError(f"{what} has one value only, '{classes[0]}'; give data with two classes or more")
+        raise ConfigError(f"{what} has one value only, '{name_of(classes[0])}'; give data with two classes or more")
     check_classes(len(classes), what)
     return Labels(torch.from_numpy(codes.reshape(-1)), "classification", len(classes), tuple(map(name_of, classes)))
 
