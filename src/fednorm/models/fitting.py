@@ -16,8 +16,8 @@ def check_inputs(name: str, shape: Sequence[int], data: str) -> None:
         return
     if len(shape) == 1 and not info.vectors:
         raise ConfigError(
-            f"model '{name}' takes images, but '{data}' has vectors of {shape[0]} numbers; use --model mlp_bn, or one of "
-            "your own"
+            f"model '{name}' takes images, but '{data}' has vectors of {shape[0]} numbers; use --model mlp_bn, or "
+            "one of your own"
         )
     sized = "image_size" in (accepted_keywords(info.make) or ())
     if len(shape) == 3 and shape[1] != shape[2] and sized:
