@@ -10,9 +10,9 @@ import pytest
 from command import fednorm
 from fednorm.errors import ConfigError
 from fednorm.running.config import updated
+from fednorm.running.pictures import curves
 from fednorm.running.results import Result
 from fednorm.views import demo
-from fednorm.views.pictures import curves
 
 
 def made(method: str, pooled: float, sent: int, how: str = "global model", seed: int = 0) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def python_blocks(page: Path) -> list[str]:
 @pytest.mark.usefixtures("own_registry")
 def test_the_page_on_adding_a_method_adds_one_that_trains(tmp_path: Path) -> None:
     (block,) = python_blocks(DOCS / "adding_a_method.md")
-    assert block == (ROOT / "examples" / "02_own_method.py").read_text()
+    assert block == (ROOT / "examples" / "own_method.py").read_text()
     method_lines = [line for line in block.partition('if __name__ == "__main__"')[0].splitlines() if line.strip()]
     assert len(method_lines) <= 15
     file = tmp_path / "slow_affine.py"
@@ -196,7 +196,7 @@ def test_the_benchmarks_page_shows_the_stored_numbers() -> None:
 
 @pytest.mark.usefixtures("own_registry")
 def test_the_example_of_an_own_method_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(ROOT / "examples" / "02_own_method.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "examples" / "own_method.py"), run_name="__main__")
     header, line = capsys.readouterr().out.splitlines()
     assert header.split() == ["method", "pooled", "own_client", "kB/round"]
     assert line.split()[0] == "slow-affine(factor=0.2)+fixbn"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fednorm.core.method import Method
 from fednorm.core.state import digest
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 from fednorm.models.blocks import BasicBlock, conv
 from fednorm.models.resnet import ResNet
 from fednorm.running.config import RunConfig, updated

@@ -45,7 +45,7 @@ TAIL = """## What stays compatible
 - `state.sqlite` has a version of its own and is read by the fednorm that wrote it.
 """
 ROW = ("RoundRow", "Scores", "ProtocolScores")
-RESULT = ("ResultFile", "RunResult", "BestRound", "Peak", "Curves", "Bytes", "TableLine", "MeanOverSeeds")
+RESULT = ("ResultFile", "RunResult", "Ran", "BestRound", "Peak", "Curves", "Bytes", "TableLine", "MeanOverSeeds")
 SHOWN = (*ROW, *RESULT)
 
 

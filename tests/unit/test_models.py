@@ -149,7 +149,7 @@ def test_listing():
 
 
 def test_a_name_is_registered_once():
-    with pytest.raises(ValueError, match="model 'resnet20' is registered twice"):
+    with pytest.raises(ConfigError, match="model 'resnet20' is registered already; choose another name"):
         register_model("resnet20", summary="another", paper="none")(nn.Identity)
 
 

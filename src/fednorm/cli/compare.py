@@ -26,6 +26,6 @@ def compare(asked: Asked, expressions: Expressions = None) -> None:
     from fednorm.cli.play import play_comparison
 
     if asked.dry_run:
-        print_preview(asked, methods)
+        print_preview(asked, methods, comparison=True)
     else:
         play_comparison(asked, methods)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fednorm.cli.data_text import facts_text
-from fednorm.cli.flags import Assignments, Json, Quiet
+from fednorm.cli.flags import Assignments, Json, Quiet, Use
 from fednorm.cli.output import print_json, size_text
 from fednorm.cli.settings import resolve
 from fednorm.errors import ConfigError
@@ -95,6 +95,7 @@ def check(
         str | None, typer.Option("--model", metavar="NAME", help="model that a run would take; default: by the data")
     ] = None,
     data_dir: DataDir = None,
+    use: Use = [],  # noqa: B006
     assignments: Assignments = [],  # noqa: B006
     json: Json = False,
 ) -> None:
@@ -103,7 +104,9 @@ def check(
 
     columns = {"target": target, "client": client_column, "split": split_column, "size": image_size}
     flags = _flags(name, how, clients, seed, data_dir, **columns) | ({"model": model} if model else {})
-    facts, problems = checked(lambda: resolve(file=None, assignments=assignments, flags=flags, allow_code=True)[0])
+    facts, problems = checked(
+        lambda: resolve(file=None, assignments=assignments, flags=flags, use=use, allow_code=True)[0]
+    )
     if json:
         print_json({**facts, "problems": problems})
     else:
@@ -130,6 +133,7 @@ def partition(
         str | None,
         typer.Option("--picture", metavar="FILE.png", help="draw who holds how much of which class or domain"),
     ] = None,
+    use: Use = [],  # noqa: B006
     data_dir: DataDir = None,
     json: Json = False,
 ) -> None:
@@ -143,7 +147,7 @@ def partition(
         require("matplotlib", "report", "drawing a picture")
     columns = {"target": target, "client": client_column, "split": split_column, "size": image_size}
     flags = _flags(name, how, clients, seed, data_dir, **columns)
-    config, _ = resolve(file=None, assignments=[], flags=flags, allow_code=True)
+    config, _ = resolve(file=None, assignments=[], flags=flags, use=use, allow_code=True)
     federation = build_federation(config)
     entries = held(federation)
     if picture:
@@ -167,13 +171,13 @@ def _flags(
 
 def _draw(name: str, data_dir: str | None, federation: Federation, path: str) -> None:
     """By domain where the set has domains, else by class."""
-    from fednorm.data.from_files.source import find_source
     from fednorm.data.load import load_dataset
     from fednorm.data.picture import domain_counts, domain_picture, label_picture
+    from fednorm.data.registry import DATASETS
 
     if federation.task != "classification":
         raise ConfigError(f"a picture shows classes, but the task of {name} is {federation.task}; leave out --picture")
-    image_set = None if find_source(name) else load_dataset(name, data_dir)
+    image_set = None if name.replace("-", "_") not in DATASETS else load_dataset(name, data_dir)
     if image_set is None or image_set.train_domain is None:
         label_picture(federation, path)
         return

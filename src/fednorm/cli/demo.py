@@ -57,7 +57,7 @@ def demo(
 
 
 def _draw(result, folder: Path) -> str | None:  # type: ignore[no-untyped-def]
-    from fednorm.views.pictures import curves
+    from fednorm.running.pictures import curves
 
     title = "Fashion-MNIST subset, 5 clients with 2 classes each, small_resnet"
     try:

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fednorm.cli.settings import Asked, names_code, read_seeds, resolve
+from fednorm.cli.settings import Asked, read_seeds, resolve
 from fednorm.errors import ConfigError
 from fednorm.running import config
+from fednorm.running.consent import named_code
 from fednorm.running.field_texts import field_texts
 
 
@@ -59,6 +60,8 @@ FLAGS = (
     Flag("--augment", "train.augment", "EXPR"),
     Flag("--val-fraction", "data.val_fraction", "X"),
     Flag("--init", "init", "FILE"),
+    Flag("--keep", "keep", "last|best"),
+    Flag("--keep-every", "keep_every", "N"),
     Flag("--device", "engine.device", "NAME", "Machine"),
     Flag("--engine", "engine.name", "NAME", "Machine"),
 )
@@ -83,6 +86,9 @@ AllowNoop = Annotated[bool, option("--allow-noop", help="run a method that finds
 Assignments = Annotated[
     list[str], option("--set", metavar="FIELD=VALUE", help="set any field: train.lr=0.1", panel=_SETTINGS)
 ]
+InitPartial = Annotated[
+    bool, option("--init-partial", help="load whatever of --init fits, and list what does not", panel="Training")
+]
 DryRun = Annotated[bool, option("--dry-run", help="print config, bytes, clients and time; run nothing", panel=_OUTPUT)]
 File = Annotated[Path | None, option("--config", "-c", metavar="FILE", help="TOML file with fields", panel=_SETTINGS)]
 Jobs = Annotated[
@@ -94,10 +100,16 @@ Out = Annotated[
 ]
 Quiet = Annotated[bool, option("--quiet", "-q", help="no progress", panel=_OUTPUT)]
 Seeds = Annotated[str | None, option("--seeds", metavar="N|LIST", help="how many seeds, or a list: 0,1,2", panel=_WHAT)]
+Use = Annotated[
+    list[str],
+    option("--use", metavar="FILE.py|MODULE", help="import it: it registers methods, models, data sets", panel=_WHAT),
+]
 TensorBoard = Annotated[bool, option("--tensorboard", help="write TensorBoard events into the folder", panel=_OUTPUT)]
 
 _SHARED: dict[str, tuple[Any, Any]] = {
     "seeds": (Seeds, None),
+    "use": (Use, []),
+    "init_partial": (InitPartial, False),
     "config": (File, None),
     "assignments": (Assignments, []),
     "allow_noop": (AllowNoop, False),
@@ -160,6 +172,8 @@ def read_flags(
     flags: dict[str, str],
     *,
     seeds: str | None,
+    use: list[str],
+    init_partial: bool,
     config: Path | None,
     assignments: list[str],
     allow_noop: bool,
@@ -168,14 +182,16 @@ def read_flags(
     **output: Any,
 ) -> Asked:
     """What a command line asks for."""
-    resolved, recipe = resolve(file=config, assignments=assignments, flags=flags, allow_code=allow_code)
+    resolved, recipe = resolve(file=config, assignments=assignments, flags=flags, use=use, allow_code=allow_code)
     if allow_noop:
         resolved = replace(resolved, allow_noop=True)
+    if init_partial:
+        resolved = replace(resolved, init_partial=True)
     return Asked(
         config=resolved,
         methods=recipe.methods,
         seeds=recipe.seeds if seeds is None and recipe.seeds else read_seeds(seeds, resolved.seed),
         jobs=jobs,
-        code_in_file=names_code(resolved.model),
+        code_in_file=bool(named_code(resolved)),
         **output,
     )

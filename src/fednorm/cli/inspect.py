@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fednorm.cli.flags import AllowNoop, Json
+from fednorm.cli.flags import AllowNoop, Json, Use
 from fednorm.cli.method_text import print_method
 from fednorm.cli.output import print_json, print_table, size_text
 
@@ -19,18 +19,21 @@ def inspect(
     num_classes: Annotated[int | None, typer.Option(metavar="N", help="default: the model's own")] = None,
     in_channels: Annotated[int, typer.Option(metavar="N", help="colours of an image")] = 3,
     image_size: Annotated[int | None, typer.Option(metavar="N", help="pixels a side; default: the model's own")] = None,
+    use: Use = [],  # noqa: B006
     allow_noop: AllowNoop = False,
     json: Json = False,
 ) -> None:
     """Show what a method does with every tensor of a model: kind, policy, shape, bytes; and what it is made of."""
     from fednorm import models
     from fednorm.core.expression import parse_term
-    from fednorm.core.optim import MOMENTUM_SGD
+    from fednorm.core.optimizers import MOMENTUM_SGD
     from fednorm.halves.prepared import prepare
     from fednorm.methods import parse
+    from fednorm.running.extensions import load
     from fednorm.views.describe_method import fedavg_bytes, method_facts
     from fednorm.views.describe_model import describe_model
 
+    load(use)
     term = parse_term(model, "model", "resnet20(shortcut=B)")
     parsed = parse(method)
     network = models.build(

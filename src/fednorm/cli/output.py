@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from fednorm.files import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +35,7 @@ def complain(problem: object) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    print(json_text(value, indent=2))
 
 
 def console() -> Console:

@@ -24,11 +24,11 @@ def field_names(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
     return plain + [name for key, value in nested.items() for name in field_names(value, f"{prefix}{key}.")]
 
 
-def settled_by_files(config: RunConfig, given: set[str]) -> RunConfig:
+def with_files(config: RunConfig, given: set[str]) -> RunConfig:
     """The config with what own files decide; they are read for it, which needs torch."""
-    from fednorm.running.own_files import settled
+    from fednorm.running.own_files import settled_by_files
 
-    return settled(config, given)
+    return settled_by_files(config, given)
 
 
 def tell_of_files(asked: Asked) -> None:

@@ -22,8 +22,7 @@ def play_run(asked: Asked) -> None:
     from fednorm.running.api import run
 
     tell_of_files(asked)
-    out = asked.out or fresh(asked.config.method)
-
+    out = place_of(asked, [asked.config.method])
     finish(asked, watch(asked, out, 1, lambda tell: run(asked.config, out=out, on_row=tell)))
 
 
@@ -32,20 +31,30 @@ def play_comparison(asked: Asked, methods: list[str]) -> None:
     from fednorm.running.comparison import compare
 
     tell_of_files(asked)
-    out = asked.out or fresh("compare" if len(methods) > 1 else methods[0])
+    out = place_of(asked, methods)
 
     def work(tell: OnRow) -> Result:
-        return compare(methods, config=asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
+        return compare(methods, asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
 
     finish(asked, watch(asked, out, len(methods) * len(asked.seeds), work))
 
 
-def watch(asked: Asked, out: Path, runs: int, work: Callable[[OnRow], Result]) -> Result:
-    """Do the work with the observers that were asked for; a signal ends it with a word on how to continue."""
+def place_of(asked: Asked, methods: list[str]) -> Path:
+    """The folder that was asked for, or a new one named after what runs."""
+    return asked.out or fresh("compare" if len(methods) > 1 else methods[0])
+
+
+def refuse_watchers(asked: Asked) -> None:
+    """Refuse observers whose packages are missing."""
     if asked.tensorboard:
         require("tensorboard", "track", "--tensorboard")
-    from fednorm.running.api import Interrupted
+
+
+def watch(asked: Asked, out: Path, runs: int, work: Callable[[OnRow], Result]) -> Result:
+    """Do the work with the observers that were asked for; a signal ends it with a word on how to continue."""
+    refuse_watchers(asked)
     from fednorm.running.observers import watching
+    from fednorm.running.stopping import Interrupted
 
     stream = None if asked.quiet else sys.stderr if asked.json else sys.stdout
     events = out / "tensorboard" if asked.tensorboard else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fednorm.data.client_rows import MANY, ClientRows
 from fednorm.data.federation import Federation
+from fednorm.data.items import kind_of, name_of
 from fednorm.errors import ConfigError
 
 MOST_LINES = 10
@@ -56,10 +57,10 @@ def _parts(federation: Federation) -> list[_Part]:
     def of_test(client: int) -> str:
         return "the test set" if joint else f"the test set of {federation.called(client)}"
 
-    return [
-        _Part(federation.x, federation.y, federation.clients, federation.called),
-        _Part(federation.test_x, federation.test_y, tests, of_test),
-    ]
+    train = _Part(federation.x, federation.y, federation.clients, federation.called)
+    test = _Part(federation.test_x, federation.test_y, tests, of_test)
+    # What is not in memory is looked at when it is read.
+    return [part for part, live in ((train, federation.live), (test, federation.live_test)) if live is None]
 
 
 def _structure(federation: Federation) -> Iterator[str]:
@@ -70,11 +71,13 @@ def _structure(federation: Federation) -> Iterator[str]:
         for c in empty
         if c not in federation.unseen
     )
-    if len(federation.test_x) == 0:
+    if federation.num_tests == 0:
         yield "the test set has no examples; give some"
-    sets = {"training": (federation.x, federation.y), "test": (federation.test_x, federation.test_y)}
-    for what, (x, y) in sets.items():
-        if len(x) != len(y):
+    for what, x, y, live in (
+        ("training", federation.x, federation.y, federation.live),
+        ("test", federation.test_x, federation.test_y, federation.live_test),
+    ):
+        if live is None and len(x) != len(y):
             yield f"the {what} data have {len(x)} inputs and {len(y)} labels; each input needs one label"
     if len(federation.own_test) != len(federation.clients):
         yield (
@@ -97,9 +100,9 @@ def unlike(one: str, a: Tensor, other: str, b: Tensor) -> str | None:
     'client 0 has examples of shape (3,) but client 1 (4,); bring all to one shape'
     """
     has, but = ("have", "have") if one.endswith("s") else ("has", "")
-    if kind_of(a) != kind_of(b):
+    if kind_of(a.dtype) != kind_of(b.dtype):
         return (
-            f"{one} {has} {_dtype(a)} numbers but {other} {_dtype(b)}; bring all to one type: "
+            f"{one} {has} {name_of(a.dtype)} numbers but {other} {name_of(b.dtype)}; bring all to one type: "
             "bytes are scaled from 0-255 to 0-1, other numbers are taken as they are"
         )
     if a.shape[1:] != b.shape[1:]:
@@ -110,21 +113,10 @@ def unlike(one: str, a: Tensor, other: str, b: Tensor) -> str | None:
     return None
 
 
-def kind_of(tensor: Tensor) -> str:
-    """How numbers of this type are understood: as bytes of images, as measurements or as whole numbers."""
-    if tensor.dtype == torch.uint8:
-        return "bytes"
-    return "floats" if tensor.is_floating_point() else "whole numbers"
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _rows_out_of_range(federation: Federation) -> Iterator[str]:
     for what, each, count in (
-        ("rows", federation.clients, len(federation.y)),
-        ("test rows", federation.own_test, len(federation.test_y)),
+        ("rows", federation.clients, federation.num_examples),
+        ("test rows", federation.own_test, federation.num_tests),
     ):
         low, high = _extent(each)
         if low < 0 or high >= count:
@@ -206,7 +198,7 @@ def not_class_numbers(y: Tensor) -> str | None:
         return f"labels have shape {tuple(y.shape)}, but a class is one number; for masks give task='segmentation'"
     if y.is_floating_point():
         return (
-            f"labels are {_dtype(y)} numbers, such as {float(y[0]):g}; give y.long() if they are class numbers, "
+            f"labels are {name_of(y.dtype)} numbers, such as {float(y[0]):g}; give y.long() if they are class numbers, "
             "or task='regression' if they are measurements"
         )
     return None
@@ -217,7 +209,7 @@ def _masks(part: _Part, federation: Federation) -> Iterator[str]:
     if y.is_floating_point() or y.dim() != 3 or (part.x.dim() == 4 and y.shape[1:] != part.x.shape[2:]):
         shape = tuple(part.x.shape[2:])
         yield (
-            f"{part.who(_owner(part))}: masks are {_dtype(y)} of shape {tuple(y.shape[1:])}; "
+            f"{part.who(_owner(part))}: masks are {name_of(y.dtype)} of shape {tuple(y.shape[1:])}; "
             f"give a class number for each pixel, whole numbers of shape {shape}"
         )
         return
@@ -267,7 +259,7 @@ def _many_labels(part: _Part, federation: Federation) -> Iterator[str]:
 def _measurements(part: _Part, federation: Federation) -> Iterator[str]:
     y = part.y
     if not y.is_floating_point():
-        yield f"{part.who(_owner(part))}: targets of a regression are {_dtype(y)} numbers; give y.float()"
+        yield f"{part.who(_owner(part))}: targets of a regression are {name_of(y.dtype)} numbers; give y.float()"
     elif y.dim() > 2:
         yield (
             f"{part.who(_owner(part))}: targets of a regression have shape {tuple(y.shape)}; "

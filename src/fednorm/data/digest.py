@@ -10,10 +10,13 @@ from torch import Tensor
 
 from fednorm.data.client_rows import ClientRows
 from fednorm.data.federation import Federation
+from fednorm.data.live import LiveRows
 
 WHOLE_BYTES = 1 << 30
 """Tensors up to this size are hashed byte by byte, at more than 1 GB a second; of larger ones, this many bytes."""
 BLOCK = 1 << 20
+LOOKS = 32
+"""Examples that stand for all of those that are read when they are needed."""
 
 
 def data_digest(federation: Federation) -> str:
@@ -23,15 +26,25 @@ def data_digest(federation: Federation) -> str:
 
 def data_digests(federation: Federation) -> dict[str, str]:
     """Short digests of the parts of a federation, by what a person would call them."""
+    x, y = _looked_at(federation.live) if federation.live else (federation.x, federation.y)
+    test_x, test_y = (
+        _looked_at(federation.live_test) if federation.live_test else (federation.test_x, federation.test_y)
+    )
     parts = {
-        "training inputs": tensor_digest(federation.x),
-        "training labels": tensor_digest(federation.y),
+        "training inputs": tensor_digest(x),
+        "training labels": tensor_digest(y),
         "clients": rows_digest(federation.clients),
-        "test inputs": tensor_digest(federation.test_x),
-        "test labels": tensor_digest(federation.test_y),
+        "test inputs": tensor_digest(test_x),
+        "test labels": tensor_digest(test_y),
         "own test rows": rows_digest(federation.own_test),
     }
     return {name: digest[:16] for name, digest in parts.items()}
+
+
+def _looked_at(rows: LiveRows) -> tuple[Tensor, Tensor]:
+    """Some examples that lie evenly over all: what is not in memory would take as long to hash as to train on."""
+    some = torch.linspace(0, len(rows) - 1, min(LOOKS, len(rows)), dtype=torch.float64).long()
+    return next(rows.parts(some, LOOKS))
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -89,8 +89,13 @@ class Engine(Protocol):
     """Plays exchanges, of one run or of several at once."""
 
     @property
-    def fell_back(self) -> bool:
-        """Whether it had to leave its work to the sequential engine."""
+    def fell_back(self) -> str:
+        """Why it had to leave its work to the sequential engine; empty where it did not."""
+        ...
+
+    @property
+    def processes(self) -> int:
+        """How many processes train clients."""
         ...
 
     def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
@@ -119,7 +124,8 @@ class Engine(Protocol):
 class PlainEngine:
     """An engine that plays one run after the other and merges on the host; `train` is all that differs."""
 
-    fell_back = False
+    fell_back: str = ""
+    processes: int = 1
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False

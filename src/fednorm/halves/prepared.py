@@ -31,6 +31,8 @@ class Prepared:
     keyed: tuple[str, ...]
     initial: Tree
     notes: tuple[str, ...]
+    name: str = "the model"
+    """what an error calls the model"""
 
     @property
     def entries(self) -> Iterable[Entry]:
@@ -103,7 +105,9 @@ def prepare(
     if not allow_noop:
         refuse_noop(method, facts, name)
     model.__dict__[_SURGERY_DONE] = tuple(part for part, _ in method.surgery)
-    return Prepared(method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes))
+    return Prepared(
+        method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes), name
+    )
 
 
 def surgery_done(model: nn.Module) -> tuple[str, ...] | None:

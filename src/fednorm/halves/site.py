@@ -94,6 +94,7 @@ class Sites(Agreed):
             inputs=self.batches.inputs,
             chunk=self.work.chunk,
             batch_size=self.work.batch_size,
+            device=self.device,
         )
 
 
@@ -194,7 +195,7 @@ class Site:
         if self._test is not None:
             sums["own_client"] = self.sites.scorer.rows(state, (self._test[0], self._test[1]))
         if len(held):
-            sums["validation"] = self.sites.scorer.rows(state, (pool.x, pool.y), held)
+            sums["validation"] = self.sites.scorer.rows(state, pool.examples, held)
         return Scores(client=self.client, address=request.address, sums=sums), mine
 
     def settled(self, request: Request, mine: Mine) -> Mine:

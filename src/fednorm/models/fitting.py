@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from torch import Tensor
 
 from fednorm.errors import ConfigError
 from fednorm.models.calling import accepted_keywords
 from fednorm.models.registry import MODELS
 
+VECTOR_MODEL = "mlp_bn"
+"""The one that takes rows of numbers; all others of ours are for images or tokens."""
+_OURS = __package__ or ""
 
-def check_inputs(name: str, shape: Sequence[int], data: str) -> None:
+
+def check_inputs(name: str, x: Tensor, data: str) -> None:
     """Refuse vectors for a model of images, and images that are not square for one that counts on a side's length."""
     info = MODELS.get(name)
-    if info is None:
+    if info is None or not info.make.__module__.startswith(_OURS):
         return
-    if len(shape) == 1 and not info.vectors:
+    if x.dim() == 2 and x.is_floating_point() and name != VECTOR_MODEL:
         raise ConfigError(
-            f"model '{name}' takes images, but '{data}' has vectors of {shape[0]} numbers; use --model mlp_bn, or "
-            "one of your own"
+            f"model '{name}' takes images, but '{data}' has vectors of {x.shape[1]} numbers; use --model "
+            f"{VECTOR_MODEL}, or one of your own"
         )
     sized = "image_size" in (accepted_keywords(info.make) or ())
-    if len(shape) == 3 and shape[1] != shape[2] and sized:
+    if x.dim() == 4 and x.shape[2] != x.shape[3] and sized:
         raise ConfigError(
-            f"model '{name}' takes square images, but '{data}' has {shape[2]}x{shape[1]}; bring them to N x N with "
+            f"model '{name}' takes square images, but '{data}' has {x.shape[3]}x{x.shape[2]}; bring them to N x N with "
             "--image-size N, or use --model small_resnet"
         )

@@ -26,7 +26,6 @@ class FlatNet(nn.Module):
     summary="linear layers with BatchNorm1d on a vector or flattened image; options width and depth of hidden layers",
     paper="this project's own",
     image_size=28,
-    vectors=True,
 )
 def mlp_bn(num_classes: int, in_channels: int, image_size: int, width: int = 128, depth: int = 2) -> nn.Module:
     check_positive("width", width)

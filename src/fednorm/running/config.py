@@ -122,6 +122,8 @@ class EngineConfig:
     """CPU threads; 0: torch's choice, and one with the engine auto"""
     workers: int = 0
     """processes of the workers engine; 0: one per core"""
+    loaders: int | None = None
+    """processes that read data which are not kept in memory; 0: none; default: one per core, up to 4"""
     quorum: float | None = None
     """go on without clients whose update is refused while this share remains; default: stop at the first"""
     checkpoint_every: int | None = None
@@ -159,7 +161,15 @@ class RunConfig:
     seed: int = 0
     """seed of everything random"""
     init: str | None = None
-    """safetensors file to start from"""
+    """safetensors file to start from: of the model, or of a run with the same method"""
+    init_partial: bool = False
+    """start from whatever of that file fits by name and shape, and say what did not"""
+    keep: Literal["last", "best"] = "last"
+    """models to keep: the last, or also the best by validation (needs data.val_fraction)"""
+    keep_every: int = 0
+    """write the global model every N rounds, as round-N.safetensors; 0: never"""
+    use: tuple[str, ...] = ()
+    """Python files or modules to import, which register methods, models, data sets and the like"""
     allow_noop: bool = False
     """run a method that finds nothing to act on"""
     data: DataConfig = field(default_factory=DataConfig)
@@ -203,6 +213,7 @@ def _check_ranges(config: RunConfig) -> None:
         "rounds": (config.rounds, 1),
         "seed": (config.seed, 0),
         "clients_per_round": (config.clients_per_round, 1),
+        "keep_every": (config.keep_every, 0),
         "train.local_steps": (train.local_steps, 1),
         "train.local_epochs": (train.local_epochs, 1),
         "train.batch_size": (train.batch_size, 1),
@@ -220,6 +231,7 @@ def _check_ranges(config: RunConfig) -> None:
         "eval.probe_every": (config.eval.probe_every, 1),
         "engine.threads": (config.engine.threads, 0),
         "engine.workers": (config.engine.workers, 0),
+        "engine.loaders": (config.engine.loaders, 0),
         "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
     }
     for name, (value, least) in at_least.items():
@@ -229,6 +241,12 @@ def _check_ranges(config: RunConfig) -> None:
         raise ConfigError(f"data.val_fraction={data.val_fraction} is out of range; give 0 up to below 1")
     if config.engine.quorum is not None and not 0 < config.engine.quorum <= 1:
         raise ConfigError(f"engine.quorum={config.engine.quorum} is out of range; give a share above 0, up to 1")
+    if config.keep == "best" and not data.val_fraction:
+        raise ConfigError(
+            "keep=best chooses by validation, and data.val_fraction=0 sets nothing aside; give --val-fraction 0.1"
+        )
+    if config.init_partial and not config.init:
+        raise ConfigError("init_partial says how to read a file, and none is given; give --init FILE")
     if config.client_fraction is not None and not 0 < config.client_fraction <= 1:
         raise ConfigError(f"client_fraction={config.client_fraction} is out of range; give a share above 0, up to 1")
     world = config.world

@@ -23,7 +23,7 @@ from fednorm.running.plan import Plan
 from fednorm.running.records import MetricFacts
 from fednorm.running.store import Store
 from fednorm.scoring.averages import averaged_local
-from fednorm.scoring.scores import Adapt
+from fednorm.scoring.scores import Adapt, Examples
 
 Scores = dict[str, dict[str, Any]]
 
@@ -58,8 +58,7 @@ def _own_batches(plan: Plan, client: int) -> Iterator[tuple[Tensor, Tensor]]:
     for part in rows.split(max(2, plan.work.batch_size)):
         if len(part) < 2 and len(rows) > 1:
             continue  # as in training, a trailing batch of one example is skipped
-        chosen = part.to(plan.device)
-        yield plan.batches.inputs(plan.federation.x[chosen]), plan.federation.y[chosen]
+        yield plan.batches.plain(part)
 
 
 def metric_facts(task: AnyTask) -> MetricFacts:
@@ -93,7 +92,7 @@ def over_clients(task: AnyTask, each: Mapping[int, Mapping[str, Any]]) -> dict[s
 def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Scores:
     """All protocols that apply to the method and the data."""
     federation = plan.federation
-    test = (federation.test_x, federation.test_y)
+    test = federation.tests
     average = averaged(plan, phase, store)
     newcomer = phase.start(server, average, plan.device)
     personal = plan.method.data == "each" and bool(average)
@@ -106,7 +105,7 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
 
     def mean_over(
         clients: Sequence[int],
-        pool: tuple[Tensor, Tensor],
+        pool: Examples,
         rows: Sequence[Tensor],
         model: Callable[[int], Tree] | None,
         note: dict[str, str],
@@ -125,7 +124,7 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
     result: Scores = {}
     trained, note = scored(plan, federation.training_clients)
     if own_weights:
-        everything = torch.arange(len(federation.test_y))
+        everything = torch.arange(federation.num_tests)
         owners, about = scored(plan, [client for client in store.holding(average) if client not in federation.unseen])
         result["pooled"] = mean_over(owners, test, [everything] * len(owners), model_of, about)
         result["pooled"]["how"] = "mean over the clients' own models"
@@ -153,5 +152,5 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
         result["unseen"]["how"] = rule.name
     held = [plan.batches.split(c)[1] for c in trained] if plan.config.data.val_fraction else []
     if any(map(len, held)):
-        result["validation"] = mean_over(trained, (federation.x, federation.y), held, model_of, note)
+        result["validation"] = mean_over(trained, plan.batches.pool.examples, held, model_of, note)
     return result

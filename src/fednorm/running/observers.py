@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from fednorm.running.api import Interrupted
 from fednorm.running.records import OnRow, RoundRow, RunId, number_text, score_of
+from fednorm.running.stopping import Interrupted
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from fednorm.data.from_files.file_set import FileOptions, FileSet
 from fednorm.data.from_files.read import read
 from fednorm.data.from_files.source import NAMES, Source, find_source
 from fednorm.errors import CheckpointError, ConfigError
+from fednorm.models.fitting import VECTOR_MODEL
 from fednorm.running.config import DataConfig, RunConfig, updated
 
 _OF_TABLES = ("target", "client", "split", "features", "categories", "standardize", "missing")
-_VECTOR_MODEL = "mlp_bn"
 
 
-def settled(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
+def settled_by_files(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
     """The config with all that its own files decide: path, number of clients, partition, model, digest.
 
     `given` names the fields that were asked for; those that differ from the default are taken to be. What was asked
@@ -110,7 +110,7 @@ def _model_for(files: FileSet) -> Mapping[str, Any]:
     if files.form == "images":
         return {}
     if files.form == "vectors":
-        return {"model": _VECTOR_MODEL}
+        return {"model": VECTOR_MODEL}
     raise ConfigError(
         f"'{files.name}' holds {files.form} of shape {tuple(files.x.shape[1:])}, for which there is no default model; "
         "name one with --model package.module:factory"

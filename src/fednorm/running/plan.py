@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -17,7 +13,7 @@ from fednorm.core.method import Method
 from fednorm.core.optim import Optimizer
 from fednorm.core.optimizers import SGD, with_nesterov
 from fednorm.core.schedule import lr_factor
-from fednorm.core.state import Kind, Policy, entries
+from fednorm.core.state import Kind, Policy
 from fednorm.core.task import AnyTask
 from fednorm.core.world import World
 from fednorm.data import load_dataset, make_federation
@@ -26,8 +22,11 @@ from fednorm.data.batches import UNION, num_held
 from fednorm.data.checks import check
 from fednorm.data.federation import Federation
 from fednorm.data.from_files.source import find_source
+from fednorm.data.live import usual_loaders
+from fednorm.data.own import load_own
+from fednorm.engines.ignored import refuse_ignored, refuse_nothing_to_narrow
 from fednorm.engines.machine import find_device
-from fednorm.errors import CheckpointError, ConfigError
+from fednorm.errors import ConfigError
 from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
@@ -35,8 +34,9 @@ from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
 from fednorm.models.fitting import check_inputs
 from fednorm.running.config import RunConfig
+from fednorm.running.extensions import with_extensions
+from fednorm.running.initial import read_start
 from fednorm.running.own_files import build_own
-from fednorm.running.store import load_tree
 from fednorm.running.tasks import settle_task
 from fednorm.scoring.probes import find_probes
 
@@ -68,10 +68,12 @@ def make_plan(
     task: AnyTask | None = None,
 ) -> Plan:
     """Resolve a config; a model, data, method or task given as an object takes the place of the config's name."""
+    config = with_extensions(config)
     method = method or parse(config.method)
     lr_factor(config.train.schedule, 1, config.rounds)
     parse_augmentation(config.train.augment)
     device = find_device(config.engine.device)
+    refuse_ignored(config.engine, device, config.train.dtype)
     task, federation = settle_task(config.task, federation or build_federation(config), device, task)
     check(federation, task.kind or task.name)
     available = len(federation.training_clients)
@@ -80,11 +82,9 @@ def make_plan(
             f"clients_per_round={config.clients_per_round} but only {available} clients train; give at most that many"
         )
     network = build_model(config, federation, getattr(task, "outputs", None)) if model is None else model
-    if config.init:
-        network = copy.deepcopy(network)  # the caller's own model stays as it is
-        load_initial(network, load_tree(Path(config.init)), config.init)
+    start = read_start(config.init, partial=config.init_partial)
     agreed = agree(
-        network,
+        start.before_surgery(network),
         method,
         local_work(config, federation, method),
         weights=config.train.weights,
@@ -92,11 +92,16 @@ def make_plan(
         allow_noop=config.allow_noop,
         name=f"model '{config.model}'" if model is None else f"the given {type(model).__name__}",
     )
+    agreed = start.after_surgery(agreed)
     _check_world(config, method)
     _check_batch_size(config, method, agreed.prepared)
     _check_momentum(config, method, agreed.optimizer)
+    refuse_nothing_to_narrow(config.engine, agreed.prepared.model, agreed.prepared.name)
+    loaders = usual_loaders() if config.engine.loaders is None else config.engine.loaders
     federation = replace(
         federation,
+        live=federation.live and federation.live.with_loaders(loaders),
+        live_test=federation.live_test and federation.live_test.with_loaders(loaders),
         x=federation.x.to(device),
         y=federation.y.to(device),
         test_x=federation.test_x.to(device),
@@ -178,9 +183,12 @@ def build_federation(config: RunConfig) -> Federation:
     source = find_source(data.name)
     if source is not None:
         return build_own(source, config)
+    own = load_own(data.name, dir=data.dir, clients=data.clients, seed=config.seed)
+    if isinstance(own, Federation):
+        return own
     term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
     return make_federation(
-        load_dataset(data.name, data.dir, size=data.size),
+        own or load_dataset(data.name, data.dir, size=data.size),
         term.name,
         data.clients,
         seed=config.seed,
@@ -194,7 +202,7 @@ def build_federation(config: RunConfig) -> Federation:
 def build_model(config: RunConfig, federation: Federation, outputs: int | None = None) -> nn.Module:
     """The model the config names, for the data's channels, size and classes, or with as many outputs as a task says."""
     term = parse_term(config.model, "model", "resnet20(shortcut=B)")
-    check_inputs(term.name, federation.x.shape[1:], federation.name)
+    check_inputs(term.name, federation.x, federation.name)
     return models.build(
         term.name,
         num_classes=outputs or federation.num_classes,
@@ -203,21 +211,6 @@ def build_model(config: RunConfig, federation: Federation, outputs: int | None =
         seed=config.seed,
         **term.options,
     )
-
-
-def load_initial(model: nn.Module, tree: Mapping[str, Any], source: str) -> None:
-    """Load a pretrained checkpoint; every entry must be there, with its shape."""
-    for entry in entries(model):
-        if entry.key not in tree:
-            raise CheckpointError(
-                f"'{source}' does not fit the model: it has no '{entry.key}'; give a checkpoint of this model"
-            )
-        if tuple(tree[entry.key].shape) != entry.shape:
-            raise CheckpointError(
-                f"'{source}' does not fit the model: '{entry.key}' has shape {tuple(tree[entry.key].shape)}, "
-                f"expected {entry.shape}; give a checkpoint of this model and number of classes"
-            )
-    model.load_state_dict({key: tree[key] for key in model.state_dict() if key in tree}, strict=False)
 
 
 def _check_momentum(config: RunConfig, method: Method, optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NotRequired, Required, TypedDict, cast
 
 from fednorm.errors import CheckpointError
-from fednorm.files import safe_name
+from fednorm.files import finite, infinite_again, safe_name
 
 ROW_VERSION = 1
 ROW_HISTORY = {
@@ -146,6 +146,9 @@ class RoundRow(TypedDict):
     """what probes saw in each client's last step, by phase, client id (text in a file) and probe"""
     seconds: NotRequired[float]
     """seconds the round took; absent where a run was stopped before they were measured"""
+    not_finite: NotRequired[dict[str, str]]
+    """numbers that were not finite: "nan", "inf" or "-inf" by their place, as in "/eval/pooled/loss", where the file
+    has null; absent where all were finite"""
 
 
 class BestRound(Scores, total=False):
@@ -194,6 +197,27 @@ class Bytes(TypedDict):
     """bytes of the last round, both directions"""
 
 
+class Ran(TypedDict):
+    """What really played a run, whatever was asked for."""
+
+    engine: str
+    """engine that trained the clients: `sequential`, `stacked` or `workers`"""
+    fell_back: str | None
+    """why it is not the engine that was chosen, by name; null where it is"""
+    precision: str
+    """numbers inside a GPU's convolutions and norms: `fp32`, `tf32` or `bf16`"""
+    threads: int
+    """CPU threads of each process that trained"""
+    processes: int
+    """processes that trained: worker processes, ranks, or one"""
+    device: str
+    """device that trained: `cpu`, `cuda:0`, `mps`"""
+    device_name: str
+    """what its maker calls it"""
+    before: NotRequired[list[Ran]]
+    """what played earlier rounds, where a run went on elsewhere; the first comes first"""
+
+
 class RunResult(TypedDict):
     """What came out of one run, computed from its rows."""
 
@@ -231,6 +255,10 @@ class RunResult(TypedDict):
     """digest of the server's final state: equal digests, equal bits"""
     client_names: NotRequired[list[str]]
     """names of the clients, in the order of their ids; absent where they have none"""
+    ran: NotRequired[Ran]
+    """engine, precision, threads and device; absent in results of older versions"""
+    not_finite: NotRequired[dict[str, str]]
+    """numbers that were not finite, as in a row: where the file has null"""
 
 
 class MeanOverSeeds(TypedDict):
@@ -282,10 +310,22 @@ OnRow = Callable[[RunId, RoundRow], None]
 """Told after every round of every run: which run, and its row."""
 
 
+def as_written(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A row or a run's result as a file has it: null for numbers that are not finite, which `not_finite` names."""
+    clean, words = finite(record)
+    return {**clean, "not_finite": words} if words else clean
+
+
+def _as_it_was(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What `as_written` wrote, with its numbers; the words go, since they are written anew."""
+    record = {key: value for key, value in stored.items() if key != "not_finite"}
+    return infinite_again(record, stored.get("not_finite", {}))
+
+
 def read_row(stored: Mapping[str, Any], where: str = "a row of metrics.jsonl") -> RoundRow:
     """A row that was stored, as this version has it; `where` it comes from is for an error."""
     _check_version(stored, ROW_VERSION, where)
-    return cast(RoundRow, {"version": ROW_VERSION, **stored})
+    return cast(RoundRow, {"version": ROW_VERSION, **_as_it_was(stored)})
 
 
 def read_result(stored: Mapping[str, Any], where: str = "result.json") -> ResultFile:
@@ -293,7 +333,8 @@ def read_result(stored: Mapping[str, Any], where: str = "result.json") -> Result
     _check_version(stored, RESULT_VERSION, where)
     if not isinstance(stored.get("runs"), list) or not stored["runs"]:
         raise CheckpointError(f"{where} holds no run; delete it and resume, and it is written anew")
-    return cast(ResultFile, {"version": RESULT_VERSION, **stored})
+    runs = [_as_it_was(run) for run in stored["runs"]]
+    return cast(ResultFile, {"version": RESULT_VERSION, **stored, "runs": runs})
 
 
 def _check_version(stored: Mapping[str, Any], newest: int, where: str) -> None:

@@ -212,8 +212,9 @@ def local_bytes(sites: Sites) -> int:
 
 
 def can_stay(sites: Sites) -> bool:
-    """Whether rounds of these clients can be played on their device from end to end."""
-    return sites.device.type in DEVICES and local_bytes(sites) <= MOST_LOCAL_BYTES
+    """Whether rounds of these clients can be played on their device from end to end; data to be read are not there."""
+    in_memory = sites.batches.pool.live is None
+    return in_memory and sites.device.type in DEVICES and local_bytes(sites) <= MOST_LOCAL_BYTES
 
 
 def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:

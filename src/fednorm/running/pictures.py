@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fednorm.errors import require
+from fednorm.errors import ConfigError, require
 from fednorm.files import disk_errors
 from fednorm.running.records import RunResult
-from fednorm.running.results import PROTOCOLS, Result
+
+if TYPE_CHECKING:
+    from fednorm.running.results import Result
+
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -20,13 +24,15 @@ TITLES = {
 }
 
 
-def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[str, ...] = PROTOCOLS) -> Path:
+def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[str, ...] = tuple(TITLES)) -> Path:
     """Draw the score of every method by round, one panel a protocol: the mean over seeds, and their range as a band."""
     require("matplotlib", "report", "a picture of the curves")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [name for name in protocols if all(name in run["curves"] for run in result.runs)]
+    if not shown:
+        raise ConfigError("there is no curve to draw: no round was scored by all runs in the same way")
     figure = Figure(figsize=(4.6 * len(shown), 4.1), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
