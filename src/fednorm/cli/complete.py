@@ -57,6 +57,10 @@ def datasets(incomplete: str) -> list[str]:
     return starting(incomplete, names_of("data sets"))
 
 
+def any_data(incomplete: str) -> list[str]:
+    return starting(incomplete, (*names_of("data sets"), "folder:", "table:", "npz:"))
+
+
 def partitions(incomplete: str) -> list[str]:
     return starting(incomplete, names_of("partitions"))
 
@@ -77,7 +81,7 @@ def fields(incomplete: str) -> list[str]:
 BY_FIELD: dict[str, Any] = {
     "method": methods,
     "model": models,
-    "data.name": datasets,
+    "data.name": any_data,
     "data.partition": partitions,
     "engine.name": engines,
 }

@@ -40,6 +40,8 @@ def print_preview(asked: Asked, methods: list[str], comparison: bool = False) ->
     from fednorm.data.summary import table
 
     print(f"\n{table(found[0]['clients'])}\n")
+    for line in found[0]["data_notes"]:
+        print(f"data: {line}")
     for method, each in zip(methods, found, strict=True):
         for line in each["bytes_per_client"]:
             # The last exchanges are with all clients, whoever takes part in a round.

@@ -13,7 +13,9 @@ from fednorm.errors import unknown
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
-    client: Annotated[int | None, typer.Option(metavar="ID", help="this client's model; default: the global")] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="ID|NAME", help="this client's model; default: the global")
+    ] = None,
     which: Annotated[
         str, typer.Option(metavar="last|best", help="after the last round, or the best by validation (--keep best)")
     ] = "last",

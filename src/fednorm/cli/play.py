@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednorm.cli.output import Stopped, print_json, print_scores, say
+from fednorm.cli.own_files import tell_of_files
 from fednorm.cli.settings import Asked
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ def play_run(asked: Asked) -> None:
     """Play the one run that was asked for and print what came out."""
     from fednorm.running.api import run
 
+    tell_of_files(asked)
     out = place_of(asked, [asked.config.method])
     folders = one_folder(asked, out)
     finish(asked, watch(asked, out, folders, lambda tell: run(asked.config, out=out, on_row=tell)))
@@ -28,6 +30,7 @@ def play_comparison(asked: Asked, methods: list[str]) -> None:
     """Play every method with every seed and print the table."""
     from fednorm.running.comparison import compare
 
+    tell_of_files(asked)
     out = place_of(asked, methods)
 
     def work(tell: OnRow) -> Result:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from fednorm.cli.own_files import field_names, with_files
 from fednorm.core.expression import literal
 from fednorm.errors import ConfigError, unknown
 from fednorm.running.config import RunConfig, all_fields, from_dict, updated
@@ -69,7 +70,8 @@ def resolve(
             if mine in changes and other not in changes:
                 changes[other] = None  # the file's choice gives way to the one on the command line
     config = updated(config, changes)
-    return replace(config, use=resolved((*config.use, *typed))), recipe
+    config = replace(config, use=resolved((*config.use, *typed)))
+    return with_files(config, {*changes, *field_names(recipe.fields)}), recipe
 
 
 def read_assignment(text: str) -> tuple[str, Any]:

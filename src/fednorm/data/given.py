@@ -16,7 +16,7 @@ from fednorm.data.federation import Federation, called
 from fednorm.data.image_set import ImageSet
 from fednorm.data.intake import Read, Split, Wishes, take_in
 from fednorm.data.items import Columns, pair
-from fednorm.data.source import Source, as_source
+from fednorm.data.source import Source, as_source, is_pair
 from fednorm.errors import ConfigError
 
 Examples = Any
@@ -142,7 +142,7 @@ def _test_sources(
     if isinstance(test, Mapping) and names and set(cast("Mapping[str, Any]", test)) == set(names):
         named = cast("Mapping[str, Any]", test)
         test = [named[each] for each in names]
-    if not isinstance(test, list) or _holds_items(cast("list[Any]", test), columns):
+    if not isinstance(test, list) or is_pair(test) or _holds_items(cast("list[Any]", test), columns):
         return [as_source(test, "the test set", columns)], False
     parts = cast("list[Any]", test)
     if len(parts) != clients:

@@ -74,9 +74,11 @@ def as_source(given: Any, who: str, columns: Columns | None = None) -> Source:
             return _arrays(*pair(named, columns or find_columns(list(named))), who)
         except FednormError as error:
             raise error if str(error).startswith(who) else ConfigError(f"{who}: {error}") from error
-    if _is_pair(given):
+    if is_pair(given):
         x, y = given
         return _arrays(x, y, who)
+    if isinstance(given, Tensor | np.ndarray):
+        raise ConfigError(f"{who} is an array alone; give inputs and labels as a pair (x, y)")
     if isinstance(given, IterableDataset) or not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
         raise ConfigError(
             f"{who} is {type(given).__name__}, whose items cannot be read by number; give a data set with "
@@ -87,7 +89,7 @@ def as_source(given: Any, who: str, columns: Columns | None = None) -> Source:
     return Items(who, given, len(given), columns)
 
 
-def _is_pair(given: Any) -> bool:
+def is_pair(given: Any) -> bool:
     """Whether this is (x, y), arrays or lists, and not a list of two items."""
     if not isinstance(given, tuple | list) or len(cast("Sequence[Any]", given)) != 2:
         return False

@@ -23,6 +23,7 @@ from fednorm.running.extensions import warn_of_changes, with_extensions
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import Objects, check_given, check_stored, gathered, read_config, read_stored, stored_config
 from fednorm.running.in_step import play_in_step
+from fednorm.running.own_files import settled_by_files
 from fednorm.running.plan import Plan
 from fednorm.running.records import OnRow, RoundRow, RunId, RunResult
 from fednorm.running.results import Result, summarise
@@ -69,7 +70,8 @@ def described(
     """The config that keywords of `run` and `compare` describe, those that are names; what it uses is imported."""
     config = updated(config or RunConfig(), settings_to_fields(settings))
     config = updated(config, {field: name for field, name in named.items() if isinstance(name, str)})
-    return with_extensions(replace(config, use=(*config.use, *use)))
+    given = {*settings_to_fields(settings), *(field for field, value in named.items() if value is not None)}
+    return settled_by_files(with_extensions(replace(config, use=(*config.use, *use))), given)
 
 
 def run(
@@ -243,7 +245,7 @@ def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> RunResult:
 
 
 def _summary(plan: Plan, run: Run) -> RunResult:
-    return summarise(
+    summary = summarise(
         list(run.store.rows()),
         method=plan.method.name,
         seed=plan.config.seed,
@@ -255,6 +257,8 @@ def _summary(plan: Plan, run: Run) -> RunResult:
         notes=[*plan.prepared.notes, *run.notes()],
         ran=run.store.facts().get("ran") or run.ran(),
     )
+    names = plan.federation.client_names
+    return {**summary, "client_names": list(names)} if names else summary
 
 
 def save_model(plan: Plan, store: Store, path: Path, which: Which = "last") -> None:

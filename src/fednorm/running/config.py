@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fednorm.core.schedule import check_warmup
+from fednorm.data.from_files.source import find_source
 from fednorm.errors import ConfigError, unknown
 
 
@@ -20,7 +21,7 @@ class DataConfig:
     """Which data, and how it is spread over the clients."""
 
     name: str = "fashion_mnist_small"
-    """data set; `fednorm datasets` lists them"""
+    """data set (`fednorm datasets` lists them), or your own: folder:DIR, table:FILE, npz:FILE"""
     dir: str | None = None
     """folder with the data sets; default: the environment variable FEDNORM_DATA"""
     partition: str = "shards"
@@ -35,6 +36,26 @@ class DataConfig:
     """share of each client's training data set aside to choose the best round"""
     train_limit: int | None = None
     """use at most this many training examples"""
+    size: int | None = None
+    """pixels a side that images are brought to; default: as they are"""
+    target: str | None = None
+    """column of a table to be predicted; several, with commas between, for many labels or numbers"""
+    client: str | None = None
+    """column of a table that names each row's client; default: the partition deals the rows"""
+    split: str | None = None
+    """column of a table that says train or test; default: a share of each client's rows is drawn for tests"""
+    features: tuple[str, ...] = ()
+    """columns of a table to learn from; default: all others"""
+    categories: tuple[str, ...] = ()
+    """columns of a table whose numbers are codes, to be treated as categories"""
+    standardize: Literal["pooled", "client", "none"] = "pooled"
+    """whose mean and deviation a table's numbers are scaled by: of all training clients, each client's own, or none"""
+    missing: Literal["refuse", "mean"] = "refuse"
+    """what becomes of missing numbers in a table: refused by row and column, or replaced by the mean"""
+    test_fraction: float = 0.2
+    """share of each client's rows set aside for tests, where your files do not say which"""
+    digest: str | None = None
+    """digest of your own files when the run began; other data are refused"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +224,7 @@ def _check_ranges(config: RunConfig) -> None:
         "data.unseen": (data.unseen, 0),
         "data.min_size": (data.min_size, 1),
         "data.train_limit": (data.train_limit, 1),
+        "data.size": (data.size, 1),
         "eval.every": (config.eval.every, 0),
         "eval.chunk": (config.eval.chunk, 1),
         "eval.max_clients": (config.eval.max_clients, 1),
@@ -235,7 +257,10 @@ def _check_ranges(config: RunConfig) -> None:
     if not 0 < world.slowness <= 1:
         raise ConfigError(f"world.slowness={world.slowness} is out of range; give a share above 0, up to 1")
     check_warmup(train.warmup, config.rounds)
-    if data.unseen >= data.clients:
+    if not 0 < data.test_fraction < 1:
+        raise ConfigError(f"data.test_fraction={data.test_fraction} is out of range; give a share above 0 and below 1")
+    # How many clients there are is not known before files that bring their own are read.
+    if data.unseen >= data.clients and find_source(data.name) is None:
         raise ConfigError(f"data.unseen={data.unseen} leaves no client of {data.clients} to train; give less")
 
 

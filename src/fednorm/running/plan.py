@@ -21,6 +21,7 @@ from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
 from fednorm.data.checks import check
 from fednorm.data.federation import Federation
+from fednorm.data.from_files.source import find_source
 from fednorm.data.live import usual_loaders
 from fednorm.data.own import load_own
 from fednorm.engines.ignored import refuse_ignored, refuse_nothing_to_narrow
@@ -31,9 +32,11 @@ from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
 from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
+from fednorm.models.fitting import check_inputs
 from fednorm.running.config import RunConfig
 from fednorm.running.extensions import with_extensions
 from fednorm.running.initial import read_start
+from fednorm.running.own_files import build_own
 from fednorm.running.tasks import settle_task
 from fednorm.scoring.probes import find_probes
 
@@ -177,12 +180,15 @@ def _check_validation(plan: Plan) -> None:
 def build_federation(config: RunConfig) -> Federation:
     """The federation the config's data section describes."""
     data = config.data
+    source = find_source(data.name)
+    if source is not None:
+        return build_own(source, config)
     own = load_own(data.name, dir=data.dir, clients=data.clients, seed=config.seed)
     if isinstance(own, Federation):
         return own
     term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
     return make_federation(
-        own or load_dataset(data.name, data.dir),
+        own or load_dataset(data.name, data.dir, size=data.size),
         term.name,
         data.clients,
         seed=config.seed,
@@ -196,11 +202,12 @@ def build_federation(config: RunConfig) -> Federation:
 def build_model(config: RunConfig, federation: Federation, outputs: int | None = None) -> nn.Module:
     """The model the config names, for the data's channels, size and classes, or with as many outputs as a task says."""
     term = parse_term(config.model, "model", "resnet20(shortcut=B)")
+    check_inputs(term.name, federation.x, federation.name)
     return models.build(
         term.name,
         num_classes=outputs or federation.num_classes,
         in_channels=federation.in_channels,
-        image_size=int(federation.x.shape[-1]),
+        image_size=1 if federation.x.dim() == 2 else int(federation.x.shape[-1]),
         seed=config.seed,
         **term.options,
     )

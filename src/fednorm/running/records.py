@@ -253,6 +253,8 @@ class RunResult(TypedDict):
     """what a user should know about how the model was prepared"""
     digest: str
     """digest of the server's final state: equal digests, equal bits"""
+    client_names: NotRequired[list[str]]
+    """names of the clients, in the order of their ids; absent where they have none"""
     ran: NotRequired[Ran]
     """engine, precision, threads and device; absent in results of older versions"""
     not_finite: NotRequired[dict[str, str]]

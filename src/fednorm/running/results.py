@@ -189,7 +189,12 @@ class Result:
         return spread(scores, self.percent)
 
     def model(
-        self, method: str | None = None, seed: int | None = None, *, client: int | None = None, which: Which = "last"
+        self,
+        method: str | None = None,
+        seed: int | None = None,
+        *,
+        client: int | str | None = None,
+        which: Which = "last",
     ) -> nn.Module:
         """A trained model: a plain module on the CPU in eval mode, the network as the method's surgery left it.
 
@@ -223,7 +228,7 @@ class Result:
     def per_client(self, protocol: str = "own_client") -> list[dict[str, Any]]:
         """The final metric of every client in every run, one plain row each."""
         return [
-            {**_name(run), "client": int(client), self.metric: value}
+            {**_name(run), "client": int(client), **_client_name(run, int(client)), self.metric: value}
             for run in self.runs
             for client, value in _scores(run, protocol).get("per_client", {}).items()
         ]
@@ -288,6 +293,11 @@ class Result:
 
 def _name(run: RunResult) -> dict[str, Any]:
     return {"method": run["method"], "seed": run["seed"]}
+
+
+def _client_name(run: RunResult, client: int) -> dict[str, str]:
+    names = run.get("client_names")
+    return {"name": names[client]} if names else {}
 
 
 def _scores(run: RunResult, protocol: str) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from typing import Literal
 from torch import nn
 
 from fednorm.core.state import Tree
+from fednorm.data.client_names import client_number
 from fednorm.errors import CheckpointError, ConfigError, unknown
 from fednorm.running.evaluate import averaged, client_model, global_model
 from fednorm.running.plan import Plan
@@ -27,7 +28,7 @@ class Trained:
     plan: Plan | Callable[[], Plan]
     state: Store | Path
 
-    def model(self, client: int | None = None, which: Which = "last") -> nn.Module:
+    def model(self, client: int | str | None = None, which: Which = "last") -> nn.Module:
         """The network after surgery with the state it was trained to, in eval mode on the CPU."""
         plan = self.plan if isinstance(self.plan, Plan) else self.plan()
         with _open(self.state) as store:
@@ -48,20 +49,18 @@ def _open(state: Store | Path) -> Iterator[Store]:
         store.close()
 
 
-def model_of(plan: Plan, store: Store, client: int | None = None, which: Which = "last") -> Tree:
+def model_of(plan: Plan, store: Store, client: int | str | None = None, which: Which = "last") -> Tree:
     """The state of the global model, or of one client's, as the last round or the best one left it."""
-    number = len(plan.federation.clients)
-    if client is not None and not 0 <= client < number:
-        raise ConfigError(f"client {client} does not exist; the run has clients 0 to {number - 1}")
+    number = None if client is None else client_number(plan.federation, client)
     facts = store.facts()
     if not facts:
         raise CheckpointError(f"'{store.path}' holds no round; the run never started")
     store, server, stage = _chosen(store, facts.get("best"), which)
     phase = plan.evaluated(stage)
-    if client is None or plan.method.data == "union":
+    if number is None or plan.method.data == "union":
         state = global_model(plan, phase, server, store)
     else:
-        state = client_model(plan, phase, server, store, client, averaged(plan, phase, store))
+        state = client_model(plan, phase, server, store, number, averaged(plan, phase, store))
     return {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 EXTRAS = {
     "report": ("matplotlib", "pandas"),
     "data": ("pillow", "scipy"),
+    "table": ("pyarrow",),
     "track": ("tensorboard",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny",),

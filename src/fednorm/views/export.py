@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fednorm import __version__
 from fednorm.core.method import Method
 from fednorm.core.state import Tree, is_norm, model_state
 from fednorm.core.task import AnyTask
+from fednorm.data.client_names import client_number
 from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.errors import CheckpointError, ConfigError
@@ -27,7 +29,7 @@ def export(
     folder: str | Path,
     path: str | Path | None = None,
     *,
-    client: int | None = None,
+    client: int | str | None = None,
     which: Which = "last",
     fold: bool = False,
     method: Method | None = None,
@@ -41,9 +43,10 @@ def export(
 ) -> Path:
     """Write a run's model as safetensors and return where: all entries of the model's state dict, nothing else.
 
-    Without a client it is the global model; entries that stayed local are then their clients' mean. `which` is the
-    last or the best by validation. `fold` writes the same function with fewer layers, for inference (see `folded`).
-    A run that was started with objects is given them again; code that its config names is allowed, or named in `use`.
+    A client is given by number or name. Without one it is the global model; entries that stayed local are then their
+    clients' mean. `which` is the last or the best by validation. `fold` writes the same function with fewer layers, for
+    inference (see `folded`). A run that was started with objects is given them again; code that its config names is
+    allowed, or named in `use`.
     """
     run = RunFolder(Path(folder))
     stored = read_stored(run)
@@ -55,6 +58,8 @@ def export(
     if not run.state.exists():
         raise CheckpointError(f"'{folder}' has no state yet; start it with `fednorm resume {folder}`")
     plan = objects.plan(config)
+    if client is not None:
+        client = client_number(plan.federation, client)
     store = Store(run.state)
     try:
         state = model_of(plan, store, client, which)
@@ -72,6 +77,7 @@ def export(
         "in_channels": str(plan.federation.in_channels),
         "method": plan.method.name,
         "client": "global" if client is None else str(client),
+        **_about_data(plan.federation, client),
         "seed": str(config.seed),
         "rounds": str(rounds),
         "fednorm": __version__,
@@ -81,6 +87,13 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
     save_tree(target, state, metadata)
     return target
+
+
+def _about_data(federation: Federation, client: int | None) -> dict[str, str]:
+    """What whoever uses the model must know of the data it was trained on."""
+    about = {"classes": list(federation.classes), "preprocessing": dict(federation.preprocessing)}
+    names = {} if client is None or not federation.client_names else {"client_name": federation.client_names[client]}
+    return {**names, **{key: json.dumps(value) for key, value in about.items() if value}}
 
 
 def folded(plan: Plan, state: Tree) -> tuple[Tree, dict[str, str]]:

@@ -6,13 +6,11 @@ import math
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from fednorm.core.user_code import UserCode
 from fednorm.data.batches import UNION
-from fednorm.data.federation import Federation
-from fednorm.data.summary import summary
+from fednorm.data.client_facts import held
 from fednorm.engines.choose import seconds_of_step, steps_per_round
 from fednorm.running.config import to_dict
 from fednorm.running.plan import Plan
@@ -31,16 +29,10 @@ def preview(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.prepared.notes),
         "bytes_per_client": exchanges(plan.prepared, plan.optimizer),
         "clients_per_round": plan.cohort_size if plan.method.data == "each" else 1,
-        "clients": summary([rows.numpy() for rows in federation.clients], *_labels(federation)),
+        "clients": held(federation),
+        "data_notes": list(federation.notes),
         "estimate": estimate(plan),
     }
-
-
-def _labels(federation: Federation) -> tuple[np.ndarray, int]:
-    """The labels to count for each client, and how many kinds there are; targets that are no classes have none."""
-    if federation.task not in ("classification", "segmentation"):
-        return np.zeros(len(federation.y), dtype=np.int64), 0
-    return federation.y.cpu().numpy(), federation.num_classes
 
 
 def estimate(plan: Plan) -> dict[str, float]:
