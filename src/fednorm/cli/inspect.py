@@ -25,7 +25,7 @@ def inspect(
     """Show what a method does with every tensor of a model: kind, policy, shape, bytes; and what it is made of."""
     from fednorm import models
     from fednorm.core.expression import parse_term
-    from fednorm.core.optim import MOMENTUM_SGD
+    from fednorm.core.optimizers import MOMENTUM_SGD
     from fednorm.halves.prepared import prepare
     from fednorm.methods import parse
     from fednorm.views.describe_method import fedavg_bytes, method_facts
