@@ -18,7 +18,7 @@ This page is written by `make docs` from `src/fednorm/running/records.py`.
 
 | file | content |
 |---|---|
-| `config.json` | every field of the config; under `given`, which of model, federation and method were Python objects |
+| `config.json` | every field of the config; under `given`, which of model, federation, method and task were Python objects |
 | `env.json` | versions of fednorm, Python and torch, commit, platform, cores, threads, GPU, command, start |
 | `metrics.jsonl` | a [RoundRow](#roundrow) a line; a run that is resumed first brings it to its last checkpoint |
 | `result.json` | what came out, a [ResultFile](#resultfile); written last, so a run that has it has ended |
@@ -44,7 +44,7 @@ TAIL = """## What stays compatible
   `fednorm.running.records`. A newer version is refused by its number, with exit code 2.
 - `state.sqlite` has a version of its own and is read by the fednorm that wrote it.
 """
-ROW = ("RoundRow", "Scores", "ProtocolScores")
+ROW = ("RoundRow", "Scores", "ProtocolScores", "MetricFacts")
 RESULT = ("ResultFile", "RunResult", "BestRound", "Peak", "Curves", "Bytes", "TableLine", "MeanOverSeeds")
 SHOWN = (*ROW, *RESULT)
 
