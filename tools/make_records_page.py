@@ -18,7 +18,7 @@ This page is written by `make docs` from `src/fednorm/running/records.py`.
 
 | file | content |
 |---|---|
-| `config.json` | every field of the config; under `given`, which of model, federation and method were Python objects |
+| `config.json` | every field of the config; under `given`, which of model, federation, method and task were Python objects |
 | `env.json` | versions of fednorm, Python and torch, commit, platform, cores, threads, GPU, command, start |
 | `metrics.jsonl` | a [RoundRow](#roundrow) a line; a run that is resumed first brings it to its last checkpoint |
 | `result.json` | what came out, a [ResultFile](#resultfile); written last, so a run that has it has ended |
@@ -32,8 +32,8 @@ This page is written by `make docs` from `src/fednorm/running/records.py`.
 | `*.part` | a file that is being written; it takes its name when it is whole |
 
 A comparison has `config.json` (with its methods and seeds under `compare`), `env.json`, `result.json` with all runs,
-a folder for each run, named `METHOD-seedN`, and `curves.png` if matplotlib is there. `--json` adds `folder`, `seen` (one
-sentence on the pooled test) and `picture` to what it prints.
+a folder for each run, named `METHOD-seedN`, and `curves.png` if matplotlib is there. `--json` adds `folder`, `seen`
+(one sentence on the pooled test) and `picture` to what it prints.
 
 ## The same in Python
 
@@ -50,7 +50,7 @@ TAIL = """## What stays compatible
   `fednorm.running.records`. A newer version is refused by its number, with exit code 2.
 - `state.sqlite` has a version of its own and is read by the fednorm that wrote it.
 """
-ROW = ("RoundRow", "MetricFacts", "Scores", "ProtocolScores")
+ROW = ("RoundRow", "Scores", "ProtocolScores", "MetricFacts")
 RESULT = ("ResultFile", "RunResult", "Ran", "BestRound", "Peak", "Curves", "Bytes", "TableLine", "MeanOverSeeds")
 SHOWN = (*ROW, *RESULT)
 
