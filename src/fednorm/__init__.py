@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fednorm.halves.site import Site as Site
     from fednorm.methods import known_methods as known_methods
     from fednorm.methods import parse as parse
+    from fednorm.models.output import output as output
     from fednorm.running.api import run as run
     from fednorm.running.comparison import compare as compare
     from fednorm.running.config import RunConfig as RunConfig
@@ -60,6 +61,7 @@ _HOME = {
     "load": "halves.loop",
     "local_rules": "halves.loop",
     "merge": "halves.loop",
+    "output": "models.output",
     "parse": "methods",
     "prepare": "halves.prepared",
     "register": "core.registry",

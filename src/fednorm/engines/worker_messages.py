@@ -103,6 +103,7 @@ def to_message(sites: Sites) -> WorkerMessage:
             batches=replace(sites.batches, pool=replace(pool, x=nothing, y=nothing)),
             task=sites.task,
             probes=sites.probes,
+            habits=sites.habits,
         ),
         "phases": phases,
         "batch_norms": _batch_norms(prepared.model),

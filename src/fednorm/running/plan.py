@@ -24,6 +24,7 @@ from fednorm.data.batches import UNION, num_held
 from fednorm.data.federation import Federation
 from fednorm.engines.machine import find_device
 from fednorm.errors import CheckpointError, ConfigError
+from fednorm.halves.habits import find_habits
 from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
@@ -101,7 +102,7 @@ def make_plan(
         federation=federation,
     )
     _check_validation(plan)
-    return plan
+    return replace(plan, habits=find_habits(plan))
 
 
 def local_work(config: RunConfig, federation: Federation, method: Method) -> LocalWork:

@@ -267,7 +267,7 @@ class PhaseProgram:
 
     def _mapped_step(self) -> Step:
         """The phase's step over the stack, with each client's own numbers."""
-        spec = self.sites.step_spec(self._pass)
+        spec = self.sites.step_spec(self._pass, mapped=True)
         optimizer = joined(on_stack(spec.optimizer), self._layouts["server"].channels_last)
         spec = replace(spec, optimizer=optimizer, differentiate=lambda f: grad_and_value(f, has_aux=True))
         return torch.vmap(self._pass.step(spec))

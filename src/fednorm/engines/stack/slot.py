@@ -213,7 +213,15 @@ def local_bytes(sites: Sites) -> int:
 
 def can_stay(sites: Sites) -> bool:
     """Whether rounds of these clients can be played on their device from end to end."""
-    return sites.device.type in DEVICES and local_bytes(sites) <= MOST_LOCAL_BYTES
+    if sites.device.type not in DEVICES or local_bytes(sites) > MOST_LOCAL_BYTES:
+        return False
+    if sites.habits.counts:
+        print(
+            f"stacked engine: rounds cannot stay on the device (the model changes its '{sites.habits.counts}' as it runs, "
+            "which a program would freeze); clients are stacked step by step",
+            file=sys.stderr,
+        )
+    return not sites.habits.counts
 
 
 def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
