@@ -111,6 +111,20 @@ def _encoder(**options: Any) -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.2, **options)
 
 
+class Everything(nn.Module):
+    """All that draws, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+        self.attend = _encoder(batch_first=True)
+        self.functions = nn.Sequential(Functions(_drop), Functions(_depth), Functions(_noise))
+        self.read = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.functions(self.attend(self.drop(x))))[0]
+
+
 class Bags(nn.Module):
     """The mean, sum and maximum of embeddings."""
 
@@ -145,6 +159,7 @@ _MIDDLES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], int]] 
     "alpha dropout": (lambda: nn.Sequential(nn.AlphaDropout(0.2), Functions(_alpha), nn.RReLU()), _whole, WIDTH),
     "stochastic depth": (lambda: Functions(_depth), _whole, WIDTH),
     "noise": (lambda: Functions(_noise), _whole, WIDTH),
+    "everything": (Everything, _whole, WIDTH),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), _whole, WIDTH),
 }
 NAMES = [*_MIDDLES, "bags"]

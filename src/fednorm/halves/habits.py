@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from fednorm.core import rng
 from fednorm.core.state import model_state
 from fednorm.core.step import training_mode
-from fednorm.errors import ConfigError
+from fednorm.errors import ConfigError, FednormError
 from fednorm.layers.stand_ins import StandIns
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def find_habits(sites: Sites) -> Habits:
         try:
             with watch:
                 output: Any = functional_call(model, model_state(model), (x,))
+        except FednormError:
+            raise
         except Exception:  # whatever it is, it comes again in the first step, where it is told
             return Habits(draws=True, special=True)
         if not isinstance(output, Tensor):
@@ -93,14 +95,14 @@ def _try_loss(sites: Sites, output: Any, y: Tensor) -> None:
     try:
         sites.task.loss(output, y)
     except Exception:
+        takes = f"of which {sites.task.name} takes one; say which: fednorm.output(model, "
         if isinstance(output, Mapping):
             names = [str(name) for name in cast(Mapping[Any, Any], output)]
-            what, which = f"a dict with {', '.join(map(repr, names))}", repr("logits" if "logits" in names else names[0])
+            chosen = "logits" if "logits" in names else names[0]
+            what = f"a dict with {', '.join(map(repr, names))}, {takes}{chosen!r})"
         elif isinstance(output, tuple | list):
-            what, which = f"a {type(output).__name__} of {len(cast(tuple[Any, ...], output))}", "0"
+            what = f"a {type(output).__name__} of {len(cast(tuple[Any, ...], output))}, {takes}0)"
         else:
-            what, which = f"a {type(output).__name__}", "0"
-        raise ConfigError(
-            f"the model ({type(sites.prepared.model).__name__}) returns {what}, of which {sites.task.name} takes one; "
-            f"say which: fednorm.output(model, {which})"
-        ) from None
+            kind = type(output).__name__
+            what = f"a {kind}, which {sites.task.name} does not take; return a tensor, or a tuple or dict of tensors"
+        raise ConfigError(f"the model ({type(sites.prepared.model).__name__}) returns {what}") from None

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+PACKED = "packed sequences have lengths of their own in every batch"
+"""Why they cannot be mapped over clients."""
 Drop = Callable[[Tensor, float], Tensor]
 """(x, p) -> x with a keyed mask."""
 State = tuple[Tensor, ...]
@@ -51,7 +53,7 @@ def recur(function: Any, args: tuple[Any, ...], drop: Drop, mapped: bool) -> tup
         x, sizes, hx, weights, biases, layers, p, training, both = args
         batch_first = False
         if mapped:
-            raise NotImplementedError("packed sequences have a length of their own in every batch")
+            raise NotImplementedError(PACKED)
     states = hx if isinstance(hx, tuple | list) else (hx,)
     directions = 2 if both else 1
     each = len(weights) // layers

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fednorm.core import rng
 from fednorm.layers.attention import attend, multi_head
 from fednorm.layers.keyed import dropped, mask_shape
-from fednorm.layers.recurrent import CELLS, recur
+from fednorm.layers.recurrent import CELLS, PACKED, recur
 
 _ALPHA = 1.7580993408473766  # minus the limit of SELU at minus infinity, to which alpha dropout sends what it drops
 
@@ -158,6 +158,13 @@ def _recurrence(mode: StandIns, func: Any, /, *args: Any) -> Any:
     if not mode.mapped and not (layers > 1 and p > 0 and training):
         return func(*args)
     return recur(func, args, mode.drop, mode.mapped)
+
+
+@_for(torch._pack_padded_sequence)
+def _pack(mode: StandIns, func: Any, /, *args: Any) -> Any:
+    if mode.mapped:
+        raise NotImplementedError(PACKED)
+    return func(*args)
 
 
 @_for(functional.embedding_bag)

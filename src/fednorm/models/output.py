@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ class Pick:
         try:
             return output[self.which]
         except (KeyError, IndexError, TypeError):
-            has = f"{list(output)}" if hasattr(output, "keys") else f"{len(output)} of them, counted from 0"
+            named = isinstance(output, Mapping)
+            has = ", ".join(map(repr, output)) if named else f"{len(output)} of them, counted from 0"
             raise ConfigError(
                 f"{type(module).__name__} has no output {self.which!r}; it returns {has}; "
                 "give one of those to fednorm.output"

@@ -64,6 +64,7 @@ def make_plan(
     parse_augmentation(config.train.augment)
     device = find_device(config.engine.device)
     federation = federation or build_federation(config)
+    _check_augmentation(config, federation)
     available = len(federation.training_clients)
     if config.clients_per_round and config.clients_per_round > available:
         raise ConfigError(
@@ -201,6 +202,15 @@ def load_initial(model: nn.Module, tree: Mapping[str, Any], source: str) -> None
                 f"expected {entry.shape}; give a checkpoint of this model and number of classes"
             )
     model.load_state_dict({key: tree[key] for key in model.state_dict() if key in tree}, strict=False)
+
+
+def _check_augmentation(config: RunConfig, federation: Federation) -> None:
+    augment, shape = config.train.augment, tuple(federation.x.shape[1:])
+    if parse_augmentation(augment).steps and len(shape) != 3:
+        raise ConfigError(
+            f"train.augment='{augment}' moves the pixels of images (channels, height, width), but an example of "
+            f"'{federation.name}' has shape {shape}; use train.augment=none"
+        )
 
 
 def _check_momentum(config: RunConfig, method: Method) -> None:
