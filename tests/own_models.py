@@ -84,7 +84,11 @@ def _drop(x: Tensor) -> Tensor:
 
 
 def _alpha(x: Tensor) -> Tensor:
-    return F.alpha_dropout(x, 0.3, training=True) + F.feature_alpha_dropout(x, 0.3, training=True) + F.rrelu(x, training=True)
+    return (
+        F.alpha_dropout(x, 0.3, training=True)
+        + F.feature_alpha_dropout(x, 0.3, training=True)
+        + F.rrelu(x, training=True)
+    )
 
 
 def _depth(x: Tensor) -> Tensor:
@@ -142,10 +146,16 @@ class Bags(nn.Module):
 _MIDDLES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], int]] = {
     "encoder layer": (lambda: _encoder(batch_first=True), _whole, WIDTH),
     "encoder layer, time first": (lambda: _encoder(norm_first=True, activation="gelu"), _time_first, WIDTH),
-    "encoder, padded": (lambda: nn.TransformerEncoder(_encoder(batch_first=True), 2, enable_nested_tensor=False), _padded, WIDTH),
+    "encoder, padded": (
+        lambda: nn.TransformerEncoder(_encoder(batch_first=True), 2, enable_nested_tensor=False),
+        _padded,
+        WIDTH,
+    ),
     "attention": (lambda: nn.MultiheadAttention(WIDTH, 2, 0.2, batch_first=True), _to_itself, WIDTH),
     "attention, unweighted": (
-        lambda: nn.MultiheadAttention(WIDTH, 2, 0.2, add_bias_kv=True, add_zero_attn=True, batch_first=True, kdim=WIDTH),
+        lambda: nn.MultiheadAttention(
+            WIDTH, 2, 0.2, add_bias_kv=True, add_zero_attn=True, batch_first=True, kdim=WIDTH
+        ),
         _unweighted,
         WIDTH,
     ),

@@ -1,9 +1,11 @@
-"""Models as users bring them: transformers, attention, recurrence, texts, random functions; the same in every engine."""
+"""Models as users bring them: attention, recurrence, texts, random functions; the same numbers in every engine."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,7 +333,8 @@ def test_pixels_of_texts_are_not_moved() -> None:
         ),
         (
             nn.EmbeddingBag(5, 2, max_norm=1.5),
-            "layer '0' (EmbeddingBag) has max_norm=1.5, which changes its weights as it looks them up; build it without",
+            "layer '0' (EmbeddingBag) has max_norm=1.5, which changes its weights as it looks them up; "
+            "build it without",
         ),
     ],
 )
@@ -344,3 +347,14 @@ def test_a_method_for_batch_norms_says_that_a_transformer_has_none() -> None:
     encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     with pytest.raises(ConfigError, match="'fedbn' finds no BatchNorm layer to act on in the model and would equal"):
         prepare(nn.Sequential(encoder, nn.Flatten(), nn.Linear(20, 3)), parse("fedbn"))
+
+
+def test_the_example_of_texts_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(Path(__file__).parents[1] / "examples" / "own_text.py"))
+    shares = [re.match(r"(fedavg|fedbn): (\d+) % of the clients' own sentences", line) for line in _lines(capsys)]
+    assert [share[1] for share in shares if share] == ["fedavg", "fedbn"]
+    assert all(int(share[2]) > 40 for share in shares if share)
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()

@@ -43,10 +43,13 @@ class Habits:
         return lambda key: StandIns(key, mapped)
 
 
+NO_HABITS = Habits()
+
+
 def find_habits(sites: Sites) -> Habits:
     """Let a copy of the model run once as in training, on two examples; refuse an output that the task cannot take."""
     if not any(_is_foreign(module) for module in _modules(sites.prepared.model)):
-        return Habits()
+        return NO_HABITS
     batches = sites.batches
     rows, key = batches.rows_and_key(batches.pool.clients[0], 0)
     x, y = batches.take(rows[:2], key)
@@ -73,7 +76,8 @@ def _modules(model: nn.Module) -> Iterable[nn.Module]:
 
 def _is_foreign(module: nn.Module) -> bool:
     """Whether a module may do what its type does not tell: it is neither torch's nor ours, or has hooks."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())  # pyright: ignore[reportPrivateUsage]
+    both = (vars(module)["_forward_hooks"], vars(module)["_forward_pre_hooks"])
+    hooks = [hook for hooks in cast(tuple[dict[int, object], ...], both) for hook in hooks.values()]
     homes = [type(module).__module__, *(getattr(hook, "__module__", "") for hook in hooks)]
     known = all(home.startswith(("torch.nn.modules.", "fednorm.")) for home in homes)
     return not known or isinstance(module, _CALL_MORE)
@@ -101,7 +105,8 @@ def _try_loss(sites: Sites, output: Any, y: Tensor) -> None:
             chosen = "logits" if "logits" in names else names[0]
             what = f"a dict with {', '.join(map(repr, names))}, {takes}{chosen!r})"
         elif isinstance(output, tuple | list):
-            what = f"a {type(output).__name__} of {len(cast(tuple[Any, ...], output))}, {takes}0)"
+            outputs = cast(tuple[Any, ...], output)
+            what = f"a {type(outputs).__name__} of {len(outputs)}, {takes}0)"
         else:
             kind = type(output).__name__
             what = f"a {kind}, which {sites.task.name} does not take; return a tensor, or a tuple or dict of tensors"

@@ -22,7 +22,7 @@ from fednorm.data.batches import Batches
 from fednorm.data.pool import Pool, own_pool
 from fednorm.errors import ConfigError, StateError, WireError
 from fednorm.halves.agreed import Agreed
-from fednorm.halves.habits import Habits, find_habits
+from fednorm.halves.habits import NO_HABITS, Habits, find_habits
 from fednorm.halves.messages import Hello, Request, Scores, Terms, Update
 from fednorm.halves.mine import ClientState, Mine
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
@@ -41,7 +41,7 @@ class Sites(Agreed):
     batches: Batches
     task: Task
     probes: tuple[Probe, ...] = ()
-    habits: Habits = Habits()
+    habits: Habits = NO_HABITS
 
     def step_spec(self, each: PreparedPass, probing: bool = False, mapped: bool = False) -> StepSpec:
         """The static part of a step; `mapped` for one that is mapped over clients."""

@@ -14,7 +14,9 @@ def refuse_special_embeddings(model: nn.Module) -> None:
             continue
         odd = "sparse=True" if module.sparse else f"max_norm={module.max_norm}" if module.max_norm is not None else ""
         if odd:
-            why = "whose gradients cannot be merged" if module.sparse else "which changes its weights as it looks them up"
+            why = (
+                "whose gradients cannot be merged" if module.sparse else "which changes its weights as it looks them up"
+            )
             raise ConfigError(
                 f"layer '{name or '(root)'}' ({type(module).__name__}) has {odd}, {why}; build it without"
             )

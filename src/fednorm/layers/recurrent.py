@@ -61,11 +61,11 @@ def recur(function: Any, args: tuple[Any, ...], drop: Drop, mapped: bool) -> tup
     ends: list[State] = []
     for layer in range(layers):
         own = weights[layer * each : (layer + 1) * each]
-        start = tuple(state[layer * directions : (layer + 1) * directions] for state in states)
+        start: State = tuple(state[layer * directions : (layer + 1) * directions] for state in states)
         if mapped:
             x, end = _step_by_step(CELLS[function], x, start, own, directions, biases)
         else:
-            given = start if len(start) > 1 else start[0]
+            given = start if isinstance(hx, tuple | list) else start[0]
             lead = (x,) if sizes is None else (x, sizes)
             tail = (False,) if sizes is None else ()
             x, *end = function(*lead, given, own, biases, 1, 0.0, training, both, *tail)

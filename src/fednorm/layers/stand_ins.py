@@ -160,7 +160,7 @@ def _recurrence(mode: StandIns, func: Any, /, *args: Any) -> Any:
     return recur(func, args, mode.drop, mode.mapped)
 
 
-@_for(torch._pack_padded_sequence)
+@_for(torch._pack_padded_sequence)  # pyright: ignore[reportPrivateImportUsage]
 def _pack(mode: StandIns, func: Any, /, *args: Any) -> Any:
     if mode.mapped:
         raise NotImplementedError(PACKED)
@@ -169,7 +169,14 @@ def _pack(mode: StandIns, func: Any, /, *args: Any) -> Any:
 
 @_for(functional.embedding_bag)
 def _embedding_bag(
-    mode: StandIns, func: Any, /, input: Tensor, weight: Tensor, offsets: Tensor | None = None, *args: Any, **kwargs: Any
+    mode: StandIns,
+    func: Any,
+    /,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     if not mode.mapped:
         return func(input, weight, offsets, *args, **kwargs)
@@ -187,7 +194,7 @@ def _embedding_bag(
     return total if how == "sum" else total / kept.sum(1).clamp_min(1)
 
 
-@_for(torch._weight_norm)
+@_for(torch._weight_norm)  # pyright: ignore[reportPrivateImportUsage]
 def _weight_norm(mode: StandIns, func: Any, /, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     if not mode.mapped:
         return func(v, g, dim)

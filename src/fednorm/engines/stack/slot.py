@@ -215,13 +215,14 @@ def can_stay(sites: Sites) -> bool:
     """Whether rounds of these clients can be played on their device from end to end."""
     if sites.device.type not in DEVICES or local_bytes(sites) > MOST_LOCAL_BYTES:
         return False
-    if sites.habits.counts:
+    counts = sites.habits.counts
+    if counts:
         print(
-            f"stacked engine: rounds cannot stay on the device (the model changes its '{sites.habits.counts}' as it runs, "
-            "which a program would freeze); clients are stacked step by step",
+            f"stacked engine: rounds cannot stay on the device (the model changes its '{counts}' as it runs, which a "
+            "program would freeze); clients are stacked step by step",
             file=sys.stderr,
         )
-    return not sites.habits.counts
+    return not counts
 
 
 def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
