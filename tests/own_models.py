@@ -99,7 +99,8 @@ def _depth(x: Tensor) -> Tensor:
 
 
 def _noise(x: Tensor) -> Tensor:
-    noise = torch.randn_like(x) + torch.rand(x.shape, dtype=x.dtype) + torch.randn(LENGTH, WIDTH, dtype=x.dtype)
+    noise = torch.randn_like(x) + torch.rand(x.shape, dtype=x.dtype, device=x.device)
+    noise = noise + torch.randn(LENGTH, WIDTH, dtype=x.dtype, device=x.device)
     mask = torch.bernoulli(torch.full_like(x, 0.5))
     return x + 0.1 * noise * mask + 0.1 * torch.empty_like(x).uniform_(-1, 1) + 0.1 * torch.empty_like(x).normal_(0, 2)
 
