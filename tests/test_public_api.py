@@ -40,6 +40,7 @@ def test_public_names_are_pinned() -> None:
         "load",
         "local_rules",
         "merge",
+        "output",
         "parse",
         "prepare",
         "register",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fednorm.methods import known_methods as known_methods
     from fednorm.methods import parse as parse
     from fednorm.methods import register as register
+    from fednorm.models.output import output as output
     from fednorm.models.registry import register_model as register_model
     from fednorm.running.api import run as run
     from fednorm.running.comparison import compare as compare
@@ -80,6 +81,7 @@ _HOME = {
     "load": "halves.loop",
     "local_rules": "halves.loop",
     "merge": "halves.loop",
+    "output": "models.output",
     "parse": "methods",
     "prepare": "halves.prepared",
     "register": "methods",

@@ -7,7 +7,7 @@ counters are updated in place in the tree they are passed in, which therefore mu
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,6 +92,8 @@ class StepSpec:
     """Whether the model may have tensors with several names, which takes time to look for in every step."""
     keyed: tuple[str, ...] = ()
     """Names of the key buffers of layers that draw random numbers."""
+    drawing: Callable[[Tensor], AbstractContextManager[object]] | None = None
+    """Where the model's own code draws from torch's hidden generator: a context in which it draws from a key."""
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
     """Factors on the learning rate, for the keys that have one."""
     spared: frozenset[str] = frozenset()
@@ -105,7 +107,8 @@ StepMaker = Callable[[StepSpec], Step]
 
 def forward(spec: StepSpec, state: Tree, x: Tensor, key: Tensor) -> Any:
     """The model's output with `state` as its state and `key` for every layer that draws random numbers."""
-    return functional_call(spec.model, state | dict.fromkeys(spec.keyed, key), (x,), tie_weights=spec.tied)
+    with spec.drawing(key) if spec.drawing else nullcontext():
+        return functional_call(spec.model, state | dict.fromkeys(spec.keyed, key), (x,), tie_weights=spec.tied)
 
 
 def by_autograd(objective: Objective) -> Gradients:

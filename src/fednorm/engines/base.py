@@ -212,7 +212,7 @@ def attempt(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> 
 
 def mapped_step(sites: Sites, each: PreparedPass, probing: bool = False) -> Step:
     """A pass's step over a stack of clients: every tensor has a leading client axis, numbers are common."""
-    spec = replace(sites.step_spec(each, probing), differentiate=lambda f: grad_and_value(f, has_aux=True))
+    spec = replace(sites.step_spec(each, probing, mapped=True), differentiate=lambda f: grad_and_value(f, has_aux=True))
     return torch.vmap(each.step(spec), in_dims=(0, 0, None))
 
 

@@ -108,6 +108,7 @@ def to_message(sites: Sites) -> WorkerMessage:
             batches=replace(sites.batches, pool=replace(pool, x=nothing, y=nothing, live=None)),
             task=sites.task,
             probes=sites.probes,
+            habits=sites.habits,
         ),
         "phases": phases,
         "live": _packed_data(live),

@@ -15,6 +15,7 @@ from fednorm.core.method import Facts, Method, Phase, Rule
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
 from fednorm.errors import ConfigError
+from fednorm.layers.embeddings import refuse_special_embeddings
 from fednorm.layers.keyed import key_names
 from fednorm.pieces.surgery import KeyDropout
 
@@ -89,6 +90,7 @@ def prepare(
     dtype: torch.dtype | None = None,
 ) -> Prepared:
     """Apply a method's surgery to a copy of the model, on the host and in this type of number, and list the result."""
+    refuse_special_embeddings(model)
     model = copy.deepcopy(model).to("cpu", dtype)
     notes: list[str] = []
     for part, surgery in method.surgery:

@@ -23,6 +23,7 @@ from fednorm.data.batches import Batches
 from fednorm.data.pool import Pool, own_pool
 from fednorm.errors import ConfigError, StateError, WireError
 from fednorm.halves.agreed import Agreed
+from fednorm.halves.habits import NO_HABITS, Habits, find_habits
 from fednorm.halves.messages import Hello, Request, Scores, Terms, Update
 from fednorm.halves.mine import ClientState, Mine
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
@@ -41,9 +42,10 @@ class Sites(Agreed):
     batches: Batches
     task: AnyTask
     probes: tuple[Probe, ...] = ()
+    habits: Habits = NO_HABITS
 
-    def step_spec(self, each: PreparedPass, probing: bool = False) -> StepSpec:
-        """The static part of a step."""
+    def step_spec(self, each: PreparedPass, probing: bool = False, mapped: bool = False) -> StepSpec:
+        """The static part of a step; `mapped` for one that is mapped over clients."""
         return StepSpec(
             model=self.prepared.model,
             facts=self.prepared.facts,
@@ -52,6 +54,7 @@ class Sites(Agreed):
             task=self.task,
             tied=self.prepared.tied,
             keyed=self.prepared.keyed,
+            drawing=self.habits.drawing(mapped),
             factors=each.factors,
             spared=frozenset() if self.work.decay_vectors else self.prepared.vectors,
             probes=self.probes if probing else (),
@@ -145,6 +148,7 @@ class Site:
         )
         if not len(self.sites.batches.rows(client)):
             raise ConfigError(f"client {client} has no training examples; give it data, or a lower val_fraction")
+        self.sites = replace(self.sites, habits=find_habits(self.sites))
         self._test = None if test is None else tuple(part.to(where) for part in test)
         self._trainer = Trainer(self.sites)
 

@@ -25,6 +25,7 @@ class ModelInfo:
     summary: str = ""
     paper: str = ""
     task: Literal["classification", "segmentation"] = "classification"
+    inputs: Literal["images", "tokens"] = "images"
     image_size: int = 32
     num_classes: int = 10
     make: Callable[..., nn.Module]

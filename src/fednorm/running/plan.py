@@ -27,6 +27,7 @@ from fednorm.data.own import load_own
 from fednorm.engines.ignored import refuse_ignored, refuse_nothing_to_narrow
 from fednorm.engines.machine import find_device
 from fednorm.errors import ConfigError
+from fednorm.halves.habits import find_habits
 from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
@@ -76,6 +77,7 @@ def make_plan(
     refuse_ignored(config.engine, device, config.train.dtype)
     task, federation = settle_task(config.task, federation or build_federation(config), device, task)
     check(federation, task.kind or task.name)
+    _check_augmentation(config, federation)
     available = len(federation.training_clients)
     if config.clients_per_round and config.clients_per_round > available:
         raise ConfigError(
@@ -119,7 +121,7 @@ def make_plan(
         federation=federation,
     )
     _check_validation(plan)
-    return plan
+    return replace(plan, habits=find_habits(plan))
 
 
 def local_work(config: RunConfig, federation: Federation, method: Method) -> LocalWork:
@@ -211,6 +213,15 @@ def build_model(config: RunConfig, federation: Federation, outputs: int | None =
         seed=config.seed,
         **term.options,
     )
+
+
+def _check_augmentation(config: RunConfig, federation: Federation) -> None:
+    augment, shape = config.train.augment, tuple(federation.x.shape[1:])
+    if parse_augmentation(augment).steps and len(shape) != 3:
+        raise ConfigError(
+            f"train.augment='{augment}' moves the pixels of images (channels, height, width), but an example of "
+            f"'{federation.name}' has shape {shape}; use train.augment=none"
+        )
 
 
 def _check_momentum(config: RunConfig, method: Method, optimizer: Optimizer) -> None:

@@ -135,7 +135,8 @@ def _same_value(a: Any, b: Any) -> bool:
         return False
 
 
-_STATE = {"_parameters", "_buffers", "_modules"}
+_STATE = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
+"""What a module's state and children lie in; recurrent layers list their parameters a second and a third time."""
 
 
 def _module_settings(module: nn.Module) -> dict[str, Any]:

@@ -267,7 +267,7 @@ class PhaseProgram:
 
     def _mapped_step(self) -> Step:
         """The phase's step over the stack, with each client's own numbers."""
-        spec = self.sites.step_spec(self._pass)
+        spec = self.sites.step_spec(self._pass, mapped=True)
         chosen = self.sites.optimizer
         if chosen.elementwise:
             spec = replace(spec, optimizer=Joined(on_stack(chosen), self._layouts["server"].channels_last))

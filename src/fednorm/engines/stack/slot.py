@@ -213,8 +213,16 @@ def local_bytes(sites: Sites) -> int:
 
 def can_stay(sites: Sites) -> bool:
     """Whether rounds of these clients can be played on their device from end to end; data to be read are not there."""
-    in_memory = sites.batches.pool.live is None
-    return in_memory and sites.device.type in DEVICES and local_bytes(sites) <= MOST_LOCAL_BYTES
+    if sites.device.type not in DEVICES or local_bytes(sites) > MOST_LOCAL_BYTES or sites.batches.pool.live is not None:
+        return False
+    counts = sites.habits.counts
+    if counts:
+        print(
+            f"stacked engine: rounds cannot stay on the device (the model changes its '{counts}' as it runs, which a "
+            "program would freeze); clients are stacked step by step",
+            file=sys.stderr,
+        )
+    return not counts
 
 
 def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
