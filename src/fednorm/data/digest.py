@@ -56,13 +56,13 @@ def tensor_digest(tensor: Tensor) -> str:
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     if flat.nbytes <= WHOLE_BYTES:
-        found.update(flat.numpy())
+        found.update(memoryview(flat.numpy()))
         return found.hexdigest()
     whole = len(flat) - len(flat) % 8
     found.update(repr((int(flat[:whole].view(torch.int64).sum()), flat[whole:].tolist())).encode())
     stride = len(flat) // (WHOLE_BYTES // BLOCK)
     for start in range(0, len(flat), stride):
-        found.update(flat[start : start + BLOCK].numpy())
+        found.update(memoryview(flat[start : start + BLOCK].numpy()))
     return found.hexdigest()
 
 

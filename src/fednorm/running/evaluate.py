@@ -23,7 +23,7 @@ from fednorm.running.plan import Plan
 from fednorm.running.records import MetricFacts
 from fednorm.running.store import Store
 from fednorm.scoring.averages import averaged_local
-from fednorm.scoring.scores import Adapt, Examples
+from fednorm.scoring.scores import Adapt, AnyExamples
 
 Scores = dict[str, dict[str, Any]]
 
@@ -105,7 +105,7 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
 
     def mean_over(
         clients: Sequence[int],
-        pool: Examples,
+        pool: AnyExamples,
         rows: Sequence[Tensor],
         model: Callable[[int], Tree] | None,
         note: dict[str, str],

@@ -26,8 +26,9 @@ class Readable(Protocol):
         ...
 
 
-Examples = tuple[Tensor, Tensor] | Readable
+Examples = tuple[Tensor, Tensor]
 """Raw inputs and labels of a pool, test or training."""
+AnyExamples = Examples | Readable
 Adapt = Callable[[Tree, Tensor], Tree]
 """(state, inputs of a batch) -> the state to test this batch with."""
 
@@ -49,7 +50,7 @@ class Scorer:
     """examples tested at once where the state moves with each batch, as in training"""
     device: torch.device
 
-    def rows(self, state: Tree, pool: Examples, rows: Tensor | None = None, adapt: Adapt | None = None) -> Sums:
+    def rows(self, state: Tree, pool: AnyExamples, rows: Tensor | None = None, adapt: Adapt | None = None) -> Sums:
         """The task's sums on some rows of a pool, or on all of it, on the host; `adapt` may move the state."""
         total: Sums = {}
         for output, y in self._outputs(state, pool, rows, adapt):
@@ -57,7 +58,7 @@ class Scorer:
                 total[name] = total[name] + value if name in total else value
         return _on_host([total])[0]
 
-    def groups(self, state: Tree, pool: Examples, groups: Sequence[Tensor]) -> list[Sums]:
+    def groups(self, state: Tree, pool: AnyExamples, groups: Sequence[Tensor]) -> list[Sums]:
         """`rows` for each of many groups of rows; a row goes through the model once, whoever has it."""
         rows = torch.unique(torch.cat(list(groups)))
         kept: list[tuple[Tensor, Tensor]] = []
@@ -71,7 +72,7 @@ class Scorer:
         return _on_host([self.task.score(outputs[at], labels[at]) for at in each])
 
     def _outputs(
-        self, state: Tree, pool: Examples, rows: Tensor | None, adapt: Adapt | None
+        self, state: Tree, pool: AnyExamples, rows: Tensor | None, adapt: Adapt | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """(output, labels), chunk by chunk."""
         size = self.batch_size if adapt else self.chunk
