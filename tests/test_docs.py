@@ -90,6 +90,18 @@ def test_the_page_of_the_python_api_names_everything_public() -> None:
         assert f"\n### {name}\n" in page
 
 
+@pytest.mark.parametrize("number", range(2))
+def test_the_examples_of_the_python_api_run(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = python_blocks(DOCS / "python_api.md")
+    assert len(blocks) == 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "block.py").write_text(blocks[number])
+    runpy.run_path("block.py", run_name="__main__")
+    assert "fixbn(at=0.5)" in (told := capsys.readouterr().out) or told.startswith("fedavg 0 1 ")
+
+
 def test_the_worked_recipe_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = ROOT / "examples" / "compare.toml"
     assert recipe.read_text().rstrip() in (DOCS / "settings.md").read_text()

@@ -158,6 +158,7 @@ def partition(
     from fednorm.data.client_facts import held
     from fednorm.data.summary import table
     from fednorm.errors import require
+    from fednorm.running.extensions import with_extensions
     from fednorm.running.plan import build_federation
 
     if picture:
@@ -165,7 +166,7 @@ def partition(
     columns = {"target": target, "client": client_column, "split": split_column, "size": image_size}
     flags = _flags(name, how, clients, seed, data_dir, **columns)
     config, _ = resolve(file=None, assignments=[], flags=flags, use=use, allow_code=True)
-    federation = build_federation(config)
+    federation = build_federation(with_extensions(config))
     entries = held(federation)
     if picture:
         _draw(name, data_dir, federation, picture)

@@ -38,9 +38,10 @@ def watching(
         if stream is not None:
             progress = Bars if stream.isatty() else PlainLines
             observers.append(guarded(stack.enter_context(progress(rounds, runs, stream, before))))
-        for name in dict.fromkeys(tracking.names) if tracking else ():
-            made = Tracker(TRACKERS[name], tracking.folder, rounds, tracking.config)
-            observers.append(guarded(stack.enter_context(made), made.name))
+        if tracking is not None:
+            for name in dict.fromkeys(tracking.names):
+                made = Tracker(TRACKERS[name], tracking.folder, rounds, tracking.config)
+                observers.append(guarded(stack.enter_context(made), made.name))
 
         def tell_all(run: RunId, row: RoundRow) -> None:
             for observer in observers:

@@ -10,13 +10,14 @@ from fednorm.data.client_facts import federation_facts
 from fednorm.data.from_files.problems import DataError
 from fednorm.errors import ConfigError
 from fednorm.running.config import RunConfig
+from fednorm.running.extensions import with_extensions
 from fednorm.running.plan import build_federation, make_plan
 
 
 def checked(make_config: Callable[[], RunConfig]) -> tuple[dict[str, Any], list[str]]:
     """(facts, problems) of the data of a config; no facts where the data could not be read at all."""
     try:
-        config = make_config()
+        config = with_extensions(make_config())
         federation = build_federation(config)
     except DataError as error:
         return {}, list(error.problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from fednorm.data.from_files.source import find_source
 from fednorm.running.config import RunConfig
 from fednorm.running.pictures import GLOBAL, TITLES, curves
 from fednorm.running.records import number_text
@@ -51,8 +52,9 @@ def _distance(gap: float, percent: bool) -> str:
 
 def draw_curves(result: Result, config: RunConfig, folder: Path) -> str | None:
     """Draw the curves of a comparison into its folder; None where matplotlib is not there, or nothing to draw."""
-    data = config.data
-    title = f"{data.name}, {data.clients} clients ({data.partition}), {config.model}"
+    data, source = config.data, find_source(config.data.name)
+    name, how = (source.path.name, "") if source else (data.name, f" ({data.partition})")
+    title = f"{name}, {data.clients} clients{how}, {config.model}"
     drawn = any(all(name in run["curves"] for run in result.runs) for name in TITLES)
     if not drawn or importlib.util.find_spec("matplotlib") is None:
         return None
