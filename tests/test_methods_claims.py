@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import tiny
 from checks import EXACT, WHOLE_BATCHES, centralized_sgd, distance, keys_of, only, spied, warmed_up
 from fednorm.core.state import Kind, digest
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 from fednorm.errors import ConfigError
 from fednorm.halves.prepared import prepare
 from fednorm.methods import parse

@@ -274,5 +274,5 @@ def test_a_plan_refuses_the_one_client_without_examples() -> None:
     broken = replace(data, clients=ClientRows(data.clients.starts, stops))  # type: ignore[attr-defined]
     with pytest.raises(ConfigError) as refusal:
         plan(broken)
-    assert str(refusal.value) == "client 777 has no training examples left; lower data.val_fraction"
+    assert str(refusal.value) == "client 777 has no examples; leave it out or give it data"
     assert isinstance(Run(plan(replace(broken, unseen=frozenset({777}))), Store()), Run)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fednorm.core.method import Method
 from fednorm.core.state import digest
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 from fednorm.models.blocks import BasicBlock, conv
 from fednorm.models.resnet import ResNet
 from fednorm.running.config import RunConfig, updated
@@ -127,6 +128,10 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "switch": run.server.switch_memory,
         "rows": [{key: value for key, value in row.items() if key != "seconds"} for row in run.store.rows()],
     }
+
+
+ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}
+"""What rows that were scored say of the headline number."""
 
 
 def row(number: int, clients: int = 3) -> RoundRow:

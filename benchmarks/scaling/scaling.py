@@ -30,7 +30,8 @@ from fednorm.bench.machine import describe_machine
 from fednorm.bench.plain_steps import client_loop
 from fednorm.bench.pools import random_images
 from fednorm.bench.timing import Play, repeated, rounds_of
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 from fednorm.engines.machine import find_device, threads
 from fednorm.files import write_json
 from fednorm.running.config import RunConfig, updated

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fednorm.data import load_dataset, made, make_federation, picture
-from fednorm.data.federation import from_clients
+from fednorm.data.given import from_clients
 from fednorm.errors import ConfigError
 
 Image = pytest.importorskip("PIL.Image")

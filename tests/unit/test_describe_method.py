@@ -12,7 +12,8 @@ import torch
 import tiny
 from fednorm.core.method import Method
 from fednorm.core.state import Kind
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 from fednorm.methods import known_methods, parse
 from fednorm.pieces.changes import merge_by
 from fednorm.running.plan import make_plan

@@ -11,7 +11,8 @@ from torch import nn
 
 import tiny
 from fednorm.core.state import Tree, digest
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 from fednorm.layers.batch_stats import moments
 from fednorm.pieces.newcomers import Track
 from fednorm.running.evaluate import _own_batches

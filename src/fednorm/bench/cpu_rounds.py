@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from fednorm.bench.timing import FOREVER
 from fednorm.core.step import Batch, training_mode
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 from fednorm.engines.machine import threads
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.plan import Plan, make_plan

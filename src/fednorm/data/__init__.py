@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fednorm.data.build import make_federation as make_federation
     from fednorm.data.federation import Federation as Federation
-    from fednorm.data.federation import from_clients as from_clients
+    from fednorm.data.given import from_clients as from_clients
+    from fednorm.data.given import from_pool as from_pool
     from fednorm.data.image_set import ImageSet as ImageSet
     from fednorm.data.load import load_dataset as load_dataset
     from fednorm.data.partition import PARTITIONS as PARTITIONS
@@ -27,7 +28,8 @@ _HOME = {
     "Stream": "streams",
     "batch_rows": "streams",
     "batches_per_epoch": "streams",
-    "from_clients": "federation",
+    "from_clients": "given",
+    "from_pool": "given",
     "load_dataset": "load",
     "make_federation": "build",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -87,11 +87,38 @@ class Batches:
 
     def take(self, rows: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """(x, y) of one batch."""
+        if self.pool.live:
+            return next(self.each([(rows, key)]))
         if self._chain.steps:
             x, y = self.gather(rows.unsqueeze(0), self.draws(key.unsqueeze(0), len(rows)))
             return x[0], y[0]
         x, y = self._examples(rows)
         return self.inputs(x), y
+
+    def each(self, taken: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(x, y) of some batches in turn, given as (rows, key); where data are read, the next ones are read ahead."""
+        if not self.pool.live:
+            for rows, key in taken:
+                yield self.take(rows, key)
+            return
+        known = list(taken)
+        for (rows, key), (x, y) in zip(known, self.pool.live.each(known), strict=True):
+            x, y = self._augmented(*self._at_home(x[None], y[None]), self.draws(key[None], len(rows)))
+            yield x[0], y[0]
+
+    def plain(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, y) of some rows, neither drawn nor augmented; where data are read, equal in every read."""
+        if self.pool.live:
+            x, y = self._at_home(*next(self.pool.live.parts(rows, len(rows))))
+        else:
+            chosen = rows.to(self.pool.x.device)
+            x, y = self.pool.x[chosen], self.pool.y[chosen]
+        return self.inputs(x), y
+
+    def _at_home(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Examples that were read, on the device."""
+        device = self.pool.x.device
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def sizes(self, clients: Sequence[int], ks: Sequence[int]) -> list[int]:
         """How many examples these batches have."""
@@ -99,9 +126,25 @@ class Batches:
 
     def stack(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Batches of equal size of several clients, stacked: one gather and one augmentation for all."""
+        if self.pool.live:
+            return next(self.stacks([(clients, ks)]))
         device = self.pool.x.device
         rows, keys = (part.to(device) for part in self.rows_and_keys(clients, ks))
         return *self.gather(rows, self.draws(keys, rows.shape[-1])), keys
+
+    def stacks(self, groups: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """`stack` for some groups of batches in turn; where data are read, the next ones are read ahead."""
+        if not self.pool.live:
+            for clients, ks in groups:
+                yield self.stack(clients, ks)
+            return
+        drawn = [self.rows_and_keys(clients, ks) for clients, ks in groups]
+        single = (pair for rows, keys in drawn for pair in zip(rows, keys, strict=True))
+        read = self.pool.live.each(single)
+        for rows, keys in drawn:
+            x, y = (torch.stack(parts) for parts in zip(*(next(read) for _ in keys), strict=True))
+            keys = keys.to(self.pool.x.device)
+            yield *self._augmented(*self._at_home(x, y), self.draws(keys, rows.shape[-1])), keys
 
     def rows_and_keys(self, clients: Sequence[int], ks: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(rows of the pool, keys) of these batches, on the host: all that tells one batch from another."""
@@ -155,6 +198,10 @@ class Batches:
     def gather(self, rows: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """(x, y) of stacked batches, with nothing but work on the device, so that a CUDA graph can hold it."""
         x, y = (raw.unflatten(0, rows.shape) for raw in self._examples(rows.flatten()))
+        return self._augmented(x, y, drawn)
+
+    def _augmented(self, x: Tensor, y: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, y) of stacked batches of raw examples."""
         if self._chain.steps:
             if y.dim() > 2:
                 fill = self.pool.ignore_index

@@ -79,8 +79,9 @@ def _chosen_domains(image_set: ImageSet, wanted: Sequence[str] | int, seed: int)
 
 
 def strata(labels: Tensor, domain: Tensor | None, num_classes: int) -> np.ndarray:
-    """One code per row for its class and domain; a mask has no class of its own and counts as class 0."""
-    code = labels.numpy().astype(np.int64) if labels.ndim == 1 else np.zeros(len(labels), dtype=np.int64)
+    """One code per row for its class and domain; a mask, or a number, has no class of its own and counts as class 0."""
+    classes = labels.ndim == 1 and not labels.is_floating_point()
+    code = labels.numpy().astype(np.int64) if classes else np.zeros(len(labels), dtype=np.int64)
     return code if domain is None else code + num_classes * domain.numpy().astype(np.int64)
 
 

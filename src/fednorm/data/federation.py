@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from fednorm.data.client_rows import MANY, ClientRows, consecutive_rows
+from fednorm.data.client_rows import MANY, ClientRows
+from fednorm.data.live import LiveRows
 from fednorm.data.pool import Pool
-from fednorm.errors import ConfigError
+
+Examples = tuple[Tensor, Tensor] | LiveRows
+"""Raw inputs and labels, in memory or read when they are needed."""
+
+
+def called(client: int, names: Sequence[str] = ()) -> str:
+    """A client as texts name it.
+
+    >>> called(1), called(1, ["north", "south"])
+    ('client 1', "client 1 ('south')")
+    """
+    return f"client {client} ('{names[client]}')" if names else f"client {client}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +32,7 @@ class Federation:
 
     Images stay uint8 (N, C, H, W) until a batch is drawn; `mean` and `std` then turn them into floats. Float inputs
     pass through. `own_test` holds the test rows that look like a client's own data, `domains` the test rows by domain.
-    Clients listed in `unseen` never train.
+    Clients listed in `unseen` never train. `client_names` is empty where clients have numbers only.
     """
 
     name: str
@@ -39,6 +50,20 @@ class Federation:
     classes: tuple[str, ...] = ()
     task: str = "classification"
     ignore_index: int = -100
+    client_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """what a user should know about how the data were read and prepared"""
+    preprocessing: Mapping[str, object] = field(default_factory=dict)
+    """how inputs were made of what lay in files, as JSON values: a model is of no use without"""
+
+    live: LiveRows | None = None
+    """where the training examples are read when they are needed; `x` then shows what they look like, and `y` has their
+    labels where these are known"""
+    live_test: LiveRows | None = None
+
+    def called(self, client: int) -> str:
+        """A client as texts name it: by its number, and its name where it has one."""
+        return called(client, self.client_names)
 
     @cached_property
     def training_clients(self) -> Sequence[int]:
@@ -71,60 +96,19 @@ class Federation:
             mean=self.mean,
             std=self.std,
             ignore_index=self.ignore_index,
+            live=self.live,
         )
 
+    @property
+    def tests(self) -> Examples:
+        """The test examples, as a scorer takes them."""
+        return self.live_test or (self.test_x, self.test_y)
 
-Examples = tuple[Tensor, Tensor] | torch.utils.data.Dataset[object]
+    @property
+    def num_tests(self) -> int:
+        return len(self.live_test or self.test_y)
 
-
-def as_tensors(examples: Examples, who: str) -> tuple[Tensor, Tensor]:
-    """(x, y) tensors from a pair of tensors or from any map-style `Dataset` of (x, y) items."""
-    if isinstance(examples, tuple):
-        x, y = examples
-    else:
-        items = [examples[i] for i in range(len(examples))]  # type: ignore[arg-type]
-        if not items:
-            raise ConfigError(f"{who} has no examples; leave it out or give it data")
-        x = torch.stack([torch.as_tensor(item[0]) for item in items])  # type: ignore[index]
-        y = torch.as_tensor([int(item[1]) for item in items])  # type: ignore[index]
-    if len(x) != len(y):
-        raise ConfigError(f"{who} has {len(x)} inputs and {len(y)} labels; each input needs one label")
-    if len(x) == 0:
-        raise ConfigError(f"{who} has no examples; leave it out or give it data")
-    return x, y.to(torch.int64)
-
-
-def from_clients(
-    train: Sequence[Examples],
-    test: Sequence[Examples] | Examples,
-    *,
-    num_classes: int | None = None,
-    name: str = "own data",
-) -> Federation:
-    """A federation from users' own data: one data set per client, and one test set per client or for all.
-
-    >>> x, y = torch.zeros(4, 3), torch.tensor([0, 1, 0, 1])
-    >>> from_clients([(x, y), (x, y)], (x, y)).clients[1].tolist()
-    [4, 5, 6, 7]
-    """
-    if not train:
-        raise ConfigError("no client data was given; pass a list with one data set per client")
-    pools = [as_tensors(part, f"client {c}") for c, part in enumerate(train)]
-    per_client = isinstance(test, Sequence) and not isinstance(test, tuple)
-    parts = cast("Sequence[Examples]", test if per_client else [test])
-    if per_client and len(parts) != len(train):
-        raise ConfigError(f"{len(train)} clients but {len(parts)} test sets; give one per client, or one for all")
-    tests = [as_tensors(part, f"test set {c}") for c, part in enumerate(parts)]
-    own = consecutive_rows([len(y) for _, y in tests])
-    y = torch.cat([part for _, part in pools])
-    test_y = torch.cat([part for _, part in tests])
-    return Federation(
-        name=name,
-        x=torch.cat([part for part, _ in pools]),
-        y=y,
-        clients=consecutive_rows([len(part) for _, part in pools]),
-        test_x=torch.cat([part for part, _ in tests]),
-        test_y=test_y,
-        own_test=own if per_client else (own[0],) * len(train),
-        num_classes=num_classes or int(max(y.max(), test_y.max())) + 1,
-    )
+    @property
+    def num_examples(self) -> int:
+        """How many training examples there are, whoever has them."""
+        return len(self.live or self.y)

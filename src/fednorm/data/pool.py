@@ -9,6 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fednorm.data.live import LiveRows
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
@@ -26,6 +28,13 @@ class Pool:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     ignore_index: int = -100
+    live: LiveRows | None = None
+    """where examples are read when they are needed; `x` and `y` then show what they look like"""
+
+    @property
+    def examples(self) -> tuple[Tensor, Tensor] | LiveRows:
+        """All of them, as a scorer takes them."""
+        return self.live or (self.x, self.y)
 
     def inputs(self, raw: Tensor) -> Tensor:
         """Raw rows as the model wants them."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fednorm.core.method import Method
 from fednorm.core.phases import PhaseId
 from fednorm.core.state import Tree, is_batch_norm
+from fednorm.data.live import LiveRows
 from fednorm.errors import FednormError, first_line
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.schema import Schema
@@ -55,7 +56,8 @@ def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...], is_parameter
     return nn.Parameter(tensor, requires_grad=learns) if is_parameter else tensor.requires_grad_(learns)
 
 
-def _pack(value: Any, what: str) -> bytes:
+def pack(value: Any, what: str) -> bytes:
+    """Something as bytes for one of our own processes; `what` it is is for an error."""
     file = io.BytesIO()
     try:
         _ByValue(file).dump(value)
@@ -88,28 +90,41 @@ def to_message(sites: Sites) -> WorkerMessage:
     refusals: list[CannotSend] = []
     for phase in sites.phases:
         try:
-            phases[phase.id] = _pack(_of_client(phase), f"the phase '{phase.phase.name}'")
+            phases[phase.id] = pack(_of_client(phase), f"the phase '{phase.phase.name}'")
         except CannotSend as refusal:
             refusals.append(refusal)
     if not phases:
         raise refusals[0]
     pool, nothing = sites.batches.pool, torch.empty(0)
+    # A worker reads for itself: there are as many as cores, and their processes may not have processes of their own.
+    live = pool.live and pool.live.with_loaders(0)
     prepared = replace(sites.prepared, method=Method(), initial={}, notes=())
     parts = {
         "sites": Sites(
             prepared=prepared,
             work=sites.work,
+            optimizer=sites.optimizer,
             device=sites.device,
-            batches=replace(sites.batches, pool=replace(pool, x=nothing, y=nothing)),
+            batches=replace(sites.batches, pool=replace(pool, x=nothing, y=nothing, live=None)),
             task=sites.task,
             probes=sites.probes,
+            habits=sites.habits,
         ),
         "phases": phases,
+        "live": _packed_data(live),
         "batch_norms": _batch_norms(prepared.model),
         "default_dtype": torch.get_default_dtype(),
     }
-    packed = _pack(parts, "the model" if _refused(prepared) else "the plan")
+    packed = pack(parts, "the model" if _refused(prepared) else "the plan")
     return WorkerMessage(packed, shared(pool.x), shared(pool.y), tuple(phases))
+
+
+def _packed_data(live: LiveRows | None) -> bytes:
+    try:
+        return pack(live, "the data set")
+    except CannotSend as refusal:
+        advice = "transforms must be functions or classes that a module defines, no lambdas"
+        raise CannotSend(f"{refusal}: {advice}") from refusal
 
 
 def shared(tensor: Tensor) -> Tensor:
@@ -123,7 +138,7 @@ def shared(tensor: Tensor) -> Tensor:
 
 def _refused(value: Any) -> bool:
     try:
-        _pack(value, "")
+        pack(value, "")
     except CannotSend:
         return True
     return False
@@ -151,7 +166,7 @@ def from_message(message: WorkerMessage) -> tuple[Sites, dict[PhaseId, PreparedP
             f"'{min(strange)}' was registered as a norm in the running program alone; "
             "register it in the module that defines it"
         )
-    pool = replace(sites.batches.pool, x=message.x, y=message.y)
+    pool = replace(sites.batches.pool, x=message.x, y=message.y, live=load(parts["live"]))
     sites = replace(sites, batches=replace(sites.batches, pool=pool))
     return sites, {id: load(packed) for id, packed in parts["phases"].items()}
 

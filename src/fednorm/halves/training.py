@@ -136,6 +136,7 @@ class Trainer:
             rng.as_seed(rng.key(seed, "torch", each.job.client, each.job.first_of(each.passed))) for each in cohort
         ]
         drawn = [[batches.rows_and_key(each.job.client, k) for k in each.left] for each in cohort]
+        examples = batches.each(batch for taken in drawn for batch in taken)
         # Layers of other libraries may draw from torch's own generator; keyed per client, so that a resumed run and
         # another order of clients draw the same.
         with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
@@ -144,8 +145,8 @@ class Trainer:
             set_seed = set_all if sites.device.type != "cpu" else torch.default_generator.manual_seed
             for client, own_seed, taken in zip(cohort, seeds, drawn, strict=True):
                 set_seed(own_seed)
-                for rows, key in taken:
-                    x, y = batches.take(rows, key)
+                for _, key in taken:
+                    x, y = next(examples)
                     x = x.contiguous(memory_format=layout) if x.dim() == 4 else x
                     client.take(*step(client.carry, Batch(x, y, key), numbers))
 

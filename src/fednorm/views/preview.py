@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from fednorm.core.user_code import UserCode
 from fednorm.data.batches import UNION
-from fednorm.data.summary import summary
+from fednorm.data.client_facts import held
 from fednorm.engines.choose import seconds_of_step, steps_per_round
 from fednorm.running.config import to_dict
 from fednorm.running.plan import Plan
@@ -28,9 +29,8 @@ def preview(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.prepared.notes),
         "bytes_per_client": exchanges(plan.prepared, plan.optimizer),
         "clients_per_round": plan.cohort_size if plan.method.data == "each" else 1,
-        "clients": summary(
-            [rows.numpy() for rows in federation.clients], federation.y.cpu().numpy(), federation.num_classes
-        ),
+        "clients": held(federation),
+        "data_notes": list(federation.notes),
         "estimate": estimate(plan),
     }
 
@@ -44,7 +44,7 @@ def estimate(plan: Plan) -> dict[str, float]:
     everyone = (UNION,) if union else federation.training_clients
     share = 1.0 if union else plan.cohort_size / len(everyone)
     steps = share * steps_per_round(plan, everyone)
-    scored = len(federation.test_y) + sum(map(len, federation.own_test))
+    scored = federation.num_tests + sum(map(len, federation.own_test))
     evaluations = math.ceil(config.rounds / config.eval_every)
     seconds = config.rounds * steps * step + evaluations * scored * example
     return {"seconds": seconds, "seconds_per_step": step, "steps_per_round": steps, "evaluations": evaluations}
@@ -63,8 +63,9 @@ def _seconds_of_step(plan: Plan) -> float:
 
 def _seconds_of_example(plan: Plan) -> float:
     federation = plan.federation
-    rows = torch.arange(min(len(federation.test_y), plan.config.eval.chunk))
+    rows = torch.arange(min(federation.num_tests, plan.config.eval.chunk))
     started = time.perf_counter()
-    sums = plan.scorer.rows(plan.initial(), (federation.test_x, federation.test_y), rows)
+    with UserCode(plan.prepared.name):
+        sums = plan.scorer.rows(plan.initial(), federation.tests, rows)
     float(sums["loss"])  # waits for the device
     return (time.perf_counter() - started) / len(rows)

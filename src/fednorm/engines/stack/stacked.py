@@ -33,7 +33,7 @@ from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.kernels.swapped import restore
 from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device
-from fednorm.errors import FednormError, first_line
+from fednorm.errors import ConfigError, FednormError, first_line
 from fednorm.halves.exchange import Held, Holder
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
 from fednorm.halves.site import Sites
@@ -48,6 +48,8 @@ class StackedEngine:
     rounds may be played on the device from end to end.
     """
 
+    processes = 1
+
     def __init__(self, runs: Sequence[Sites], *, precision: str = "fp32", stays: bool = True) -> None:
         # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.
         kernels = runs[0].device.type == "cuda" and HAS_TRITON and precision != "fp32"
@@ -56,16 +58,17 @@ class StackedEngine:
         if kernels:
             for sites in own:
                 use_kernels(sites.prepared.model, narrow)
-        self._trainers = {id(sites): StackTrainer(mine, sites) for sites, mine in zip(runs, own, strict=True)}
+        each = zip(runs, own, strict=True)
+        self._trainers = {id(sites): StackTrainer(mine, sites, precision) for sites, mine in each}
         self._runs = {id(sites): number for number, sites in enumerate(runs)}
         self._stack = DeviceStack(own) if stays and all(map(can_stay, runs)) else None
         if self._stack and len(runs) > 1:
             print(f"stacked engine: {len(runs)} runs are the same program and share one stack", file=sys.stderr)
 
     @property
-    def fell_back(self) -> bool:
-        """Whether the model could not be mapped over clients, so that they train one after the other."""
-        return any(trainer.fell_back for trainer in self._trainers.values())
+    def fell_back(self) -> str:
+        """Why the model could not be mapped over clients, so that they train one after the other."""
+        return next((trainer.fell_back for trainer in self._trainers.values() if trainer.fell_back), "")
 
     def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
         if self._stack is None:
@@ -111,10 +114,12 @@ class StackedEngine:
 class StackTrainer:
     """Trains clients of one run in stacks, step by step."""
 
-    def __init__(self, sites: Sites, whole: Sites) -> None:
+    def __init__(self, sites: Sites, whole: Sites, precision: str = "fp32") -> None:
         self.sites = sites
+        self.fell_back = ""
         self._whole = whole
         """the same with the run's own model"""
+        self._precision = precision
         self._sequential: SequentialEngine | None = None
         self._restored = False
         self._failed = ""
@@ -122,10 +127,6 @@ class StackTrainer:
         self._tried = False
         """whether a step has shown that the model changes nothing but its state"""
         self._most = sys.maxsize
-
-    @property
-    def fell_back(self) -> bool:
-        return self._sequential is not None
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
@@ -159,8 +160,15 @@ class StackTrainer:
         """Go on with torch's own layers where others were in their place, else one client after the other."""
         self._failed = self._failed or first_line(error)
         self._restored = bool(restore(self.sites.prepared.model))
-        if self._restored and not isinstance(error, ChangesItself):
+        wider = self._precision == "bf16"
+        if self._restored and not wider and not isinstance(error, ChangesItself):
             return
+        self.fell_back = f"the model cannot be mapped over clients ({self._failed})"
+        if wider:
+            raise ConfigError(
+                f"stacked engine: {self.fell_back}, and other ways of training have no bf16; "
+                "give engine.precision=tf32 or fp32"
+            ) from error
         self._say("using sequential")
         restore(self._whole.prepared.model)
         self._sequential = SequentialEngine(self._whole)
@@ -205,14 +213,19 @@ class StackTrainer:
         model, lockstep = self.sites.prepared.model, phase.phase.lockstep
         firsts = [job.first_of(number) for job in jobs]
         counts = [job.steps[number] for job in jobs]
+        groups = [self._equal_batches(jobs, firsts, counts, turn, turn < lockstep) for turn in range(max(counts))]
+        batches = self.sites.batches.stacks(
+            ([jobs[row].client for row in group], [firsts[row] + turn for row in group])
+            for turn, some in enumerate(groups)
+            for group in some
+        )
         with training_mode(model, each.rule.hold):
-            for turn in range(max(counts)):
+            for turn, some in enumerate(groups):
                 together = turn < lockstep
                 set_lockstep(model, together)
                 try:
-                    rows = [row for row, count in enumerate(counts) if turn < count]
-                    for group in self._equal_batches(jobs, firsts, rows, turn, together):
-                        new, seen = self._step(step, carry, jobs, firsts, group, turn, numbers)
+                    for group in some:
+                        new, seen = self._step(step, carry, Batch(*next(batches)), group, len(jobs), numbers)
                         carry = _put_back(carry, new, group, len(jobs))
                         for index, row in enumerate(group):
                             losses[row].append(seen.loss[index])
@@ -225,9 +238,10 @@ class StackTrainer:
         return carry
 
     def _equal_batches(
-        self, jobs: Sequence[Job], firsts: Sequence[int], rows: Sequence[int], turn: int, together: bool
+        self, jobs: Sequence[Job], firsts: Sequence[int], counts: Sequence[int], turn: int, together: bool
     ) -> list[list[int]]:
         """Rows of the clients that still train, in groups whose batches have one size, as each would see alone."""
+        rows = [row for row, count in enumerate(counts) if turn < count]
         clients = [jobs[row].client for row in rows]
         sizes = self.sites.batches.sizes(clients, [firsts[row] + turn for row in rows])
         if together:
@@ -241,15 +255,13 @@ class StackTrainer:
         self,
         step: Step,
         carry: Carry,
-        jobs: Sequence[Job],
-        firsts: Sequence[int],
+        batch: Batch,
         rows: list[int],
-        turn: int,
+        count: int,
         numbers: Mapping[str, float],
     ) -> tuple[Carry, Seen]:
-        clients = [jobs[row].client for row in rows]
-        batch = Batch(*self.sites.batches.stack(clients, [firsts[row] + turn for row in rows]))
-        if len(rows) < len(jobs):
+        """One step of some of the clients in the stack, of which there are `count`."""
+        if len(rows) < count:
             index = torch.tensor(rows, device=batch.x.device)
             carry = Carry(*({key: value[index] for key, value in tree.items()} for tree in carry))
         if self._tried:

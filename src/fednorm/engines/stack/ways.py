@@ -28,11 +28,17 @@ class Way(Enum):
         return dense(model) if self is Way.DENSE else torchs_own(model)
 
 
+def _is_narrow(model: nn.Module) -> bool:
+    return any(getattr(module, "narrow", None) is not None for module in model.modules())
+
+
 class Ways:
     """How each phase of a model is played."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._ways = [way for way in Way if way is not Way.DENSE or has_swapped(model)]
+        never = {Way.PLAIN} if _is_narrow(model) else set()  # torch's own layers would be wider than was asked for
+        never |= set() if has_swapped(model) else {Way.DENSE}
+        self._ways = [way for way in Way if way not in never]
         self._at: dict[PhaseId, int] = {}
         self._failed: dict[PhaseId, str] = {}
 

@@ -132,7 +132,7 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
     dense = any(isinstance(m, _BatchNorm) and type(m) not in (nn.BatchNorm1d, nn.BatchNorm2d) for m in model.modules())
     changed = 0
     for module in model.modules():
-        if type(module) is nn.Conv2d and _plain(module):
+        if _is_plain(module):
             module.__class__ = StackConv2d
             vars(module).update(narrow=narrow, dense=dense)
         elif type(module) is nn.BatchNorm2d:
@@ -173,9 +173,15 @@ def _widen_output(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return tree_map_only(Tensor, lambda out: out.float() if out.dtype in narrow else out, output)
 
 
-def _plain(conv: nn.Conv2d) -> bool:
+def can_narrow(model: nn.Module) -> bool:
+    """Whether a model has a convolution that can round its inputs."""
+    return any(map(_is_plain, model.modules()))
+
+
+def _is_plain(conv: nn.Module) -> bool:
     return (
-        conv.groups == 1
+        type(conv) is nn.Conv2d
+        and conv.groups == 1
         and conv.dilation == (1, 1)
         and conv.stride[0] == conv.stride[1]
         and not isinstance(conv.padding, str)
