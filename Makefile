@@ -40,6 +40,8 @@ docs: $(READY)  ## write the generated pages of docs/
 	$(BIN)/python tools/make_docs.py
 	$(BIN)/python tools/make_methods_page.py
 	$(BIN)/python tools/make_records_page.py
+	$(BIN)/python tools/make_settings_page.py
+	$(BIN)/python tools/make_api_page.py
 
 clean:  ## remove the virtual environment and all caches; runs stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist build

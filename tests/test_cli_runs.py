@@ -214,8 +214,8 @@ def test_a_terminal_gets_bars() -> None:
     screen = Terminal()
     with watching(2, stream=screen, runs=2) as tell:
         for number in (1, 2):
-            row = tiny.row(number)
-            tell(RunId("fixbn", 0), row | {"seconds": 0.5, "eval": {"pooled": {"accuracy": 50.0 + number}}})
+            scored = {"eval": {"pooled": {"accuracy": 50.0 + number}}, "metric": tiny.ACCURACY}
+            tell(RunId("fixbn", 0), tiny.row(number) | {"seconds": 0.5, **scored})
     assert "[1/2] fixbn seed 0  accuracy 52.0  1 s" in screen.getvalue()
 
 

@@ -112,7 +112,7 @@ def test_ctrl_c_ends_all_workers_of_a_comparison(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == "stopped; continue with: fednorm resume both\n"
+    assert err == "stopped with 0 of 2 runs done; continue with: fednorm resume both\n"
 
 
 def _alive(process: int) -> bool:

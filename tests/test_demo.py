@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from command import fednorm
 from fednorm.errors import ConfigError
 from fednorm.running.config import updated
+from fednorm.running.pictures import curves
 from fednorm.running.results import Result
 from fednorm.views import demo
-from fednorm.views.pictures import curves
+from fednorm.views.seen import what_was_seen
 
 
 def made(method: str, pooled: float, sent: int, how: str = "global model", seed: int = 0) -> dict[str, Any]:
@@ -40,7 +42,7 @@ RUNS = (
 
 
 def test_the_sentence_is_about_global_models_in_one_column() -> None:
-    assert demo.what_was_seen(Result(RUNS)) == (
+    assert what_was_seen(Result(RUNS)) == (
         "On the pooled test, among federated methods with one global model, fixbn came out best (73.5) and fedavg "
         "worst (54.0); centralized training reached 84.0, 10.5 points above fixbn and 30.0 points above fedavg."
     )
@@ -82,9 +84,44 @@ def test_the_demo_runs_from_the_command_line(tmp_path: Path, monkeypatch: pytest
     assert "fednorm inspect resnet18 --method fedbn" in done.out
 
 
+def test_an_interrupted_demo_gets_its_picture_and_its_sentence_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"rounds": 2, "train.local_steps": 1, "data.train_limit": 200, "model": "mlp_bn(width=16)"}
+    monkeypatch.setattr(demo, "demo_config", lambda real=demo.demo_config: updated(real(), tiny))
+    monkeypatch.setattr(demo, "METHODS", ("centralized", "fedavg", "fixbn"))
+    monkeypatch.setattr(demo, "SEEDS", (0,))
+    folder = tmp_path / "demo"
+    whole = fednorm("demo", "--out", folder, "--jobs", 1)
+    seen = next(line for line in whole.out.splitlines() if line.startswith("On the pooled test"))
+    shutil.rmtree(folder / "fixbn-seed0")  # as if it had been stopped before its last run
+    for left in ("result.json", "curves.png"):
+        (folder / left).unlink()
+    again = fednorm("resume", folder)
+    assert again.code == 0, again.err
+    first, second, *_ = again.out.splitlines()
+    assert first == "[2/3] done before"
+    assert second.startswith("[3/3] fixbn seed 0  accuracy ")
+    assert seen in again.out
+    assert f"curves: {folder / 'curves.png'}" in again.out
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_less_may_be_better() -> None:
+    lower = [{**run, "metric": "accuracy", "higher_is_better": False, "percent": False} for run in RUNS]
+    assert what_was_seen(Result(tuple(lower))) == (
+        "On the pooled test, among federated methods with one global model, fedavg came out best (54) and fixbn "
+        "worst (73.5); centralized training reached 84, 30 above fedavg and 10.5 above fixbn."
+    )
+
+
+def test_one_method_is_compared_with_nothing() -> None:
+    assert what_was_seen(Result(RUNS[:3])) is None
+
+
 def test_spread_of_seeds_is_shown() -> None:
     runs = [*RUNS, *(replace_seed(run) for run in RUNS)]
-    assert "(73.5 ± 0.0)" in demo.what_was_seen(Result(tuple(runs)))
+    assert "(73.5 ± 0.0)" in what_was_seen(Result(tuple(runs)))
 
 
 def replace_seed(run: dict[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,11 @@ import pytest
 
 import fednorm
 import tiny
+from command import fednorm as command
 from fednorm import models
 from fednorm.core.expression import literal, parse_term
 from fednorm.core.state import Kind, digest
-from fednorm.data.partition import find_partition
+from fednorm.data.partition import PARTITIONS, find_partition
 from fednorm.errors import ConfigError
 from fednorm.methods import known_methods, parse
 from fednorm.running import records
@@ -72,6 +73,34 @@ def test_the_records_page_is_current() -> None:
     assert (DOCS / "records.md").read_text() == tool.page(), "run `make docs`"
 
 
+@pytest.mark.parametrize(("tool", "name"), [("make_settings_page", "settings.md"), ("make_api_page", "python_api.md")])
+def test_the_pages_of_settings_and_names_are_current(tool: str, name: str) -> None:
+    assert (DOCS / name).read_text() == load_file(ROOT / "tools" / f"{tool}.py").page(), "run `make docs`"
+
+
+def test_the_page_of_settings_names_every_field_and_partition() -> None:
+    page = (DOCS / "settings.md").read_text()
+    for name in (*all_fields(), *PARTITIONS):
+        assert f"| `{name}` |" in page
+
+
+def test_the_page_of_the_python_api_names_everything_public() -> None:
+    page = (DOCS / "python_api.md").read_text()
+    for name in set(fednorm.__all__) - {"__version__"}:
+        assert f"\n### {name}\n" in page
+
+
+def test_the_worked_recipe_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = ROOT / "examples" / "compare.toml"
+    assert recipe.read_text().rstrip() in (DOCS / "settings.md").read_text()
+    assert command("compare", "--config", recipe, "--dry-run").code == 0
+    quick = ("--model", "mlp_bn(width=16)", "--rounds", "2", "--local-steps", "1", "--set", "data.train_limit=400")
+    monkeypatch.chdir(tmp_path)
+    done = command("compare", "--config", recipe, *quick, "--seeds", "7,", "--out", "all", "--quiet")
+    assert done.code == 0, done.err
+    assert len(list((tmp_path / "all").glob("*-seed7"))) == 3
+
+
 def test_the_records_page_names_every_record_and_every_file(tmp_path: Path) -> None:
     page = (DOCS / "records.md").read_text()
     for name in (name for name, cls in vars(records).items() if is_typeddict(cls)):
@@ -88,7 +117,7 @@ def python_blocks(page: Path) -> list[str]:
 @pytest.mark.usefixtures("own_registry")
 def test_the_page_on_adding_a_method_adds_one_that_trains(tmp_path: Path) -> None:
     (block,) = python_blocks(DOCS / "adding_a_method.md")
-    assert block == (ROOT / "examples" / "02_own_method.py").read_text()
+    assert block == (ROOT / "examples" / "own_method.py").read_text()
     method_lines = [line for line in block.partition('if __name__ == "__main__"')[0].splitlines() if line.strip()]
     assert len(method_lines) <= 15
     file = tmp_path / "slow_affine.py"
@@ -196,7 +225,7 @@ def test_the_benchmarks_page_shows_the_stored_numbers() -> None:
 
 @pytest.mark.usefixtures("own_registry")
 def test_the_example_of_an_own_method_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(ROOT / "examples" / "02_own_method.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "examples" / "own_method.py"), run_name="__main__")
     header, line = capsys.readouterr().out.splitlines()
     assert header.split() == ["method", "pooled", "own_client", "kB/round"]
     assert line.split()[0] == "slow-affine(factor=0.2)+fixbn"

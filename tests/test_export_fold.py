@@ -22,7 +22,6 @@ from fednorm.halves.prepared import prepare
 from fednorm.layers.ws_conv import WSConv2d
 from fednorm.methods import parse
 from fednorm.pieces.fold import fold
-from fednorm.running.api import Objects
 from fednorm.views.export import export
 
 
@@ -33,13 +32,13 @@ def federation() -> Federation:
     return from_clients(parts, parts, num_classes=4)
 
 
-DATA = Objects(federation=federation())
+DATA = federation()
 
 
 def run(method: str, folder: Path) -> Path:
     """A short run of a small residual network."""
     settings = {"rounds": 3, "local_steps": 2, "batch_size": 4, "device": "cpu", "lr": 0.1}
-    fednorm.run(method=method, federation=DATA.federation, out=folder, **settings)
+    fednorm.run(method=method, federation=DATA, out=folder, **settings)
     return folder
 
 
@@ -51,8 +50,8 @@ def metadata(path: Path) -> dict[str, str]:
 def exported(folder: Path, method: str, client: int | None = None) -> tuple[nn.Module, nn.Module, dict[str, str]]:
     """The exported network as it trained, the folded one, and what the folded one's file says."""
     usual = prepare(models.build("small_resnet", in_channels=1, num_classes=4), parse(method)).model
-    usual.load_state_dict(load_file(export(folder, client=client, objects=DATA)))
-    file = export(folder, client=client, objects=DATA, fold=True)
+    usual.load_state_dict(load_file(export(folder, client=client, federation=DATA)))
+    file = export(folder, client=client, federation=DATA, fold=True)
     plain = fold(usual)
     for parameter in plain.parameters():
         nn.init.zeros_(parameter)  # what it computes comes from the file
@@ -96,7 +95,7 @@ def test_norms_that_stay_are_named(tmp_path: Path) -> None:
 
 def test_queried_statistics_are_exported(tmp_path: Path) -> None:
     folder = run("sbn", tmp_path / "run")
-    usual, final = load_file(export(folder, objects=DATA)), load_file(folder / "model.safetensors")
+    usual, final = load_file(export(folder, federation=DATA)), load_file(folder / "model.safetensors")
     assert usual.keys() == final.keys()
     assert all(torch.equal(usual[key], final[key]) for key in final)
 
@@ -104,7 +103,7 @@ def test_queried_statistics_are_exported(tmp_path: Path) -> None:
 def test_nothing_to_fold_is_refused(tmp_path: Path) -> None:
     folder = run("gn", tmp_path / "run")
     with pytest.raises(ConfigError) as refusal:
-        export(folder, fold=True, objects=DATA)
+        export(folder, fold=True, federation=DATA)
     assert str(refusal.value) == (
         "'small_resnet' with 'gn' cannot be folded: it has no BatchNorm and no standardised convolution; "
         "leave out --fold"

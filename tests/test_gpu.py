@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import own_models
 import tiny
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.methods import known_methods
@@ -67,3 +68,16 @@ def test_an_interrupted_run_on_the_device_goes_on_to_the_same_bits(method: str) 
     list(second.rounds())
     for key, value in whole.server.tree.items():
         assert torch.equal(value, second.server.tree[key]), key
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.parametrize("name", own_models.NAMES)
+def test_models_of_users_equal_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Attention, recurrence and random functions: the masks on a GPU are those of the sequential engine."""
+    changes = {**EXACT, "data": own_models.text((8, 8, 8)), "rounds": 1, "train__local_steps": 1}
+    runs = [
+        tiny.play(tiny.plan("fedavg", model=own_models.make(name), engine__name=engine, **changes))
+        for engine in ("sequential", "stacked")
+    ]
+    assert gap(*runs) < 1e-5
+    assert "cannot" not in capsys.readouterr().err

@@ -18,7 +18,6 @@ from fednorm.engines.stack.device_stack import DeviceStack
 from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.errors import DivergedError, FednormError
 from fednorm.methods import known_methods
-from fednorm.running.api import Interrupted
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.folder import RunFolder
 from fednorm.running.in_step import play_in_step
@@ -26,7 +25,8 @@ from fednorm.running.plan import Plan
 from fednorm.running.records import RoundRow as Row
 from fednorm.running.records import RunId
 from fednorm.running.run import Run
-from fednorm.running.same_program import engine_maker, same_program
+from fednorm.running.same_program import engine_maker, same_program, same_settings
+from fednorm.running.stopping import Interrupted
 from fednorm.running.store import Store
 from test_device_stack import stack_of
 from test_stacked import gap
@@ -185,7 +185,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "decay of vectors": {"train__decay_vectors": False},
     "weights of clients": {"train__weights": "uniform"},
     "augmentation": {"train__augment": "flip"},
-    "precision": {"engine__precision": "bf16"},
     "cohort": {"clients_per_round": 2},
     "clients": {"data": tiny.federation((8, 8))},
 }
@@ -194,6 +193,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_makes_another_program(name: str) -> None:
     assert not same_program(made("fedadam"), made(**{"method": "fedadam", **OTHERS[name]}))
+
+
+def test_another_precision_is_another_program() -> None:
+    assert not same_settings(tiny.config(), tiny.config(engine__precision="bf16"))
 
 
 def test_another_model_is_another_program_even_with_equal_state() -> None:
@@ -330,8 +333,6 @@ def test_a_comparison_is_packed_and_its_result_the_same(
 def test_an_interrupted_comparison_goes_on(
     unpacked: fednorm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fednorm.running.comparison import resume_comparison
-
     def stop(run: RunId, row: Row) -> None:
         if row["round"] == 3 and run.seed == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -341,7 +342,7 @@ def test_an_interrupted_comparison_goes_on(
     folders = [RunFolder(path) for path in (tmp_path / "c").iterdir() if path.is_dir()]
     assert not any(folder.result.exists() for folder in folders)
     rows: list[int] = []
-    result = resume_comparison(RunFolder(tmp_path / "c"), on_row=lambda run, row: rows.append(row["round"]))
+    result = fednorm.resume(tmp_path / "c", on_row=lambda run, row: rows.append(row["round"]))
     assert_close(compared(result), compared(unpacked))
     assert all(folder.metrics.read_text().count("\n") == 6 for folder in folders)
     assert rows.count(1) == 2, "only the two runs of the other method had not begun"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from fednorm.engines.base import Engine
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.worker_messages import from_message, to_message
 from fednorm.engines.workers import WorkersEngine
-from fednorm.errors import ConfigError, DivergedError, FednormError
+from fednorm.errors import ConfigError, DivergedError, FednormError, UserCodeError
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.training import Job
 from fednorm.methods import known_methods
@@ -135,7 +136,7 @@ def test_an_error_in_a_worker_is_the_same_error_here() -> None:
 
 
 def test_an_error_that_cannot_travel_arrives_as_text() -> None:
-    with pytest.raises(FednormError, match=r"^client \d: Peculiar: 1 and 2$"):
+    with pytest.raises(UserCodeError, match=r"^'peculiar' failed: Peculiar: 1 and 2 \(test_workers.py:\d+\)$"):
         tiny.play(tiny.plan(with_grads(peculiar), engine__name="workers", engine__workers=1))
 
 
@@ -276,14 +277,12 @@ def test_auto_measures_a_long_run_and_says_what_it_chose(
     run = Run(tiny.plan(rounds=20), Store())
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"engine: {run.engine_name}")
-    assert all(name in line for name in ("sequential", "workers", "stacked"))
+    assert {"sequential", "workers"} <= set(re.findall(r"\w+", line)), "the stack is named only where it is faster"
     assert run.store.facts()["engine"] == run.engine_name
     list(run.rounds())
     assert multiprocessing.active_children() == []
-    for key, value in reference.server.tree.items():
-        torch.testing.assert_close(run.server.tree[key], value, rtol=1e-10, atol=1e-10)
-    if run.engine_name != "stacked":  # which agrees up to rounding
-        assert tiny.fingerprint(run)["server"] == tiny.fingerprint(reference)["server"]
+    assert run.engine_name in ("sequential", "workers")
+    assert tiny.fingerprint(run)["server"] == tiny.fingerprint(reference)["server"]
 
 
 class Choosy(nn.Module):
@@ -309,11 +308,30 @@ def test_auto_leaves_out_a_stack_that_cannot_be_and_says_nothing_of_it(
     assert "stacked" not in line
 
 
-def test_auto_takes_the_stack_only_by_a_clear_margin() -> None:
-    near, far = 0.99 / choose.MARGIN, 1.01 / choose.MARGIN
-    assert choose.pick({"sequential": 1.0, "workers": 2.0, "stacked": near}) == "stacked"
-    assert choose.pick({"sequential": 1.0, "workers": 2.0, "stacked": far}) == "sequential"
-    assert choose.pick({"sequential": 1.0, "workers": 0.9, "stacked": near}) == "workers"
+def test_auto_offers_the_stack_by_a_clear_margin_and_never_takes_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It agrees up to rounding only, so a clock must not decide on it."""
+    monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(choose, "STACK_STEPS", 1)
+    lines = []
+    for seconds in (0.79, 0.81):  # 1.25 times as fast, and not quite
+        times = {"sequential": 1.0, "stacked": seconds}
+        monkeypatch.setattr(choose, "_seconds_of_rounds", lambda *_, times=times: times)
+        name, engine = chosen(tiny.plan(rounds=60, engine__threads=1))
+        assert (name, type(engine)) == ("sequential", SequentialEngine)
+        lines += capsys.readouterr().err.splitlines()
+    assert lines == [
+        "engine: sequential: 1 s a round; --engine stacked takes 0.79 s and agrees up to rounding",
+        "engine: sequential: 1 s a round",
+    ]
+
+
+def test_auto_on_several_threads_is_sequential_whatever_a_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
+    name, engine = chosen(tiny.plan(rounds=60, engine__threads=2))
+    assert (name, type(engine)) == ("sequential", SequentialEngine)
+    assert multiprocessing.active_children() == []
 
 
 def test_auto_tries_no_stack_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,10 @@ def fingerprint(run: Run) -> dict[str, Any]:
     }
 
 
+ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}
+"""What rows that were scored say of the headline number."""
+
+
 def row(number: int, clients: int = 3) -> RoundRow:
     """The row of a round in which nothing was sent."""
     sent = dict.fromkeys(("exchanges", "bytes_up", "bytes_down"), 0)

@@ -18,23 +18,29 @@ This page is written by `make docs` from `src/fednorm/running/records.py`.
 
 | file | content |
 |---|---|
-| `config.json` | every field of the config; under `given`, which of model, federation and method were Python objects |
+| `config.json` | every field of the config; under `given`, which of model, federation, method and task were Python objects |
 | `env.json` | versions of fednorm, Python and torch, commit, platform, cores, threads, GPU, command, start |
 | `metrics.jsonl` | a [RoundRow](#roundrow) a line; a run that is resumed first brings it to its last checkpoint |
 | `result.json` | what came out, a [ResultFile](#resultfile); written last, so a run that has it has ended |
 | `model.safetensors` | the final global model: all entries of its state dict; method and model in the metadata |
+| `best.safetensors` | with `--keep best`: the global model of the round that was best on the validation data |
+| `round-N.safetensors` | with `--keep-every N`: the global model after that round |
 | `state.sqlite` | what `fednorm resume` continues from; private to fednorm, `fednorm export` reads it |
+| `tensorboard/`, `wandb/`, `mlruns/` | what trackers wrote (`--track`) |
+| `tracking.json` | ids of the run with W&B and MLflow, so that a resumed run goes on there |
 | `.lock` | the process that works in the folder |
 | `*.part` | a file that is being written; it takes its name when it is whole |
 
 A comparison has `config.json` (with its methods and seeds under `compare`), `env.json`, `result.json` with all runs,
-and a folder for each run, named `METHOD-seedN`.
+a folder for each run, named `METHOD-seedN`, and `curves.png` if matplotlib is there. `--json` adds `folder`, `seen`
+(one sentence on the pooled test) and `picture` to what it prints.
 
 ## The same in Python
 
 `fednorm.run(..., on_row=tell)` and `fednorm.compare(..., on_row=tell)` call `tell(run, row)` after every round: `run`
 is a `RunId(method, seed)`, `row` a `RoundRow`. The `runs` of what they return are `RunResult`s. Records are plain dicts
-at run time; their types are in `fednorm.running.records`.
+at run time; their types are in `fednorm.running.records`. [Python API](python_api.md) has an example, and how to stop
+a run early.
 """
 TAIL = """## What stays compatible
 
@@ -44,8 +50,8 @@ TAIL = """## What stays compatible
   `fednorm.running.records`. A newer version is refused by its number, with exit code 2.
 - `state.sqlite` has a version of its own and is read by the fednorm that wrote it.
 """
-ROW = ("RoundRow", "Scores", "ProtocolScores")
-RESULT = ("ResultFile", "RunResult", "BestRound", "Peak", "Curves", "Bytes", "TableLine", "MeanOverSeeds")
+ROW = ("RoundRow", "Scores", "ProtocolScores", "MetricFacts")
+RESULT = ("ResultFile", "RunResult", "Ran", "BestRound", "Peak", "Curves", "Bytes", "TableLine", "MeanOverSeeds")
 SHOWN = (*ROW, *RESULT)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fednorm.core.method import Method as Method
     from fednorm.core.method import Part as Part
-    from fednorm.core.registry import register as register
+    from fednorm.core.optim import Optimizer as Optimizer
+    from fednorm.core.optimizers import register_optimizer as register_optimizer
     from fednorm.core.state import Kind as Kind
     from fednorm.core.state import Policy as Policy
     from fednorm.core.state import entries as entries
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from fednorm.data.federation import Federation as Federation
     from fednorm.data.given import from_clients as from_clients
     from fednorm.data.given import from_pool as from_pool
+    from fednorm.data.own import register_data as register_data
+    from fednorm.data.own import register_partition as register_partition
     from fednorm.errors import ConfigError as ConfigError
     from fednorm.errors import FednormError as FednormError
     from fednorm.halves import wire as wire
@@ -32,9 +35,19 @@ if TYPE_CHECKING:
     from fednorm.halves.site import Site as Site
     from fednorm.methods import known_methods as known_methods
     from fednorm.methods import parse as parse
+    from fednorm.methods import register as register
+    from fednorm.models.output import output as output
+    from fednorm.models.registry import register_model as register_model
     from fednorm.running.api import run as run
     from fednorm.running.comparison import compare as compare
     from fednorm.running.config import RunConfig as RunConfig
+    from fednorm.running.results import Result as Result
+    from fednorm.running.resuming import resume as resume
+    from fednorm.running.stopping import Stop as Stop
+    from fednorm.scoring.own_task import Task as Task
+    from fednorm.scoring.tasks import TaskData as TaskData
+    from fednorm.scoring.tasks import register_task as register_task
+    from fednorm.views.export import export as export
 
 __version__ = "0.1.0"
 
@@ -45,15 +58,21 @@ _HOME = {
     "FednormError": "errors",
     "Kind": "core.state",
     "Method": "core.method",
+    "Optimizer": "core.optim",
     "Part": "core.method",
     "Policy": "core.state",
     "Reception": "halves.reception",
+    "Result": "running.results",
     "RunConfig": "running.config",
     "Server": "halves.server",
     "Site": "halves.site",
+    "Stop": "running.stopping",
+    "Task": "scoring.own_task",
+    "TaskData": "scoring.tasks",
     "Update": "halves.messages",
     "compare": "running.comparison",
     "entries": "core.state",
+    "export": "views.export",
     "found": "halves.founding",
     "from_clients": "data.given",
     "from_pool": "data.given",
@@ -62,10 +81,17 @@ _HOME = {
     "load": "halves.loop",
     "local_rules": "halves.loop",
     "merge": "halves.loop",
+    "output": "models.output",
     "parse": "methods",
     "prepare": "halves.prepared",
-    "register": "core.registry",
+    "register": "methods",
+    "register_data": "data.own",
+    "register_model": "models.registry",
     "register_norm": "core.state",
+    "register_optimizer": "core.optimizers",
+    "register_partition": "data.own",
+    "register_task": "scoring.tasks",
+    "resume": "running.resuming",
     "run": "running.api",
     "split": "halves.loop",
     "wire": "halves",

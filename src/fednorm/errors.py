@@ -19,6 +19,10 @@ class ConfigError(FednormError):
     exit_code = 2
 
 
+class UserCodeError(ConfigError):
+    """Code that the user brought failed: a model, a loss, a part of a method. `__cause__` is what it raised."""
+
+
 class CheckpointError(FednormError):
     """A file that cannot be trusted or does not belong here."""
 

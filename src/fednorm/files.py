@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,17 +63,74 @@ def written_whole(path: Path) -> Iterator[Path]:
             raise
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """A value as JSON, in which numbers that are not finite are null: JSON has no word for them.
+
+    >>> json_text({"loss": float("nan"), "scores": [1.5, float("inf")]})
+    '{"loss": null, "scores": [1.5, null]}'
+    """
+    return json.dumps(finite(value)[0], indent=indent, allow_nan=False)
+
+
+def finite(value: Any) -> tuple[Any, dict[str, str]]:
+    """A value with None for every number that is not finite, and what those were by their place.
+
+    Places are written as JSON pointers: `/eval/pooled/loss`.
+
+    >>> finite({"a": [float("-inf"), 2]})
+    ({'a': [None, 2]}, {'/a/0': '-inf'})
+    """
+    found: dict[str, str] = {}
+
+    def clean(each: Any, place: str) -> Any:
+        if isinstance(each, float) and not math.isfinite(each):
+            found[place] = str(each)
+            return None
+        if isinstance(each, Mapping):
+            return {key: clean(inner, f"{place}/{_escaped(key)}") for key, inner in each.items()}
+        if isinstance(each, list | tuple):
+            return [clean(inner, f"{place}/{number}") for number, inner in enumerate(each)]
+        return each
+
+    return clean(value, ""), found
+
+
+def _escaped(key: object) -> str:
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def infinite_again(value: Any, words: Mapping[str, str]) -> Any:
+    """What `finite` took out, put back into a value that was read from JSON.
+
+    >>> infinite_again({"a": [None, 2]}, {"/a/0": "-inf"})
+    {'a': [-inf, 2]}
+    """
+
+    def restored(each: Any, place: str) -> Any:
+        if place in words:
+            return float(words[place])
+        if isinstance(each, Mapping):
+            return {key: restored(inner, f"{place}/{_escaped(key)}") for key, inner in each.items()}
+        if isinstance(each, list):
+            return [restored(inner, f"{place}/{number}") for number, inner in enumerate(each)]
+        return each
+
+    return restored(value, "") if words else value
+
+
 def write_json(path: Path, value: Any, indent: int = 2) -> None:
     """Write a JSON file whole or not at all."""
     with written_whole(path) as draft:
-        draft.write_text(json.dumps(value, indent=indent) + "\n", encoding="utf-8")
+        draft.write_text(json_text(value, indent) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:
     """Read a JSON file that belongs to a run."""
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"'{path.parent}' is not the folder of a run: it has no {path.name}") from None
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be read: {error.strerror}; give a folder that you may read") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"'{path}' is damaged ({error}); start the run anew") from None

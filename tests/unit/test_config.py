@@ -63,7 +63,7 @@ def test_no_values_are_the_defaults() -> None:
         ({"train.lr": "fast"}, "train.lr='fast' does not fit; give float"),
         ({"train.batch_size": 2.5}, "train.batch_size=2.5 does not fit; give int"),
         ({"train.batch_size": True}, "train.batch_size=True does not fit; give int"),
-        ({"train.optimizer": "lion"}, "train.optimizer='lion' does not fit; give 'sgd' or 'adam'"),
+        ({"train.weights": "lion"}, "train.weights='lion' does not fit; give 'size' or 'uniform'"),
         ({"clients_per_round": "all"}, "clients_per_round='all' does not fit; give int"),
         ({"data.val_fraction": 1.0}, "data.val_fraction=1.0 is out of range; give 0 up to below 1"),
         ({"engine.quorum": 0.0}, "engine.quorum=0.0 is out of range; give a share above 0, up to 1"),

@@ -38,6 +38,7 @@ SIZES = [
     ("simple_cnn", {}, 1_626_442, 0, 0, 0),
     ("mlp_bn", {"in_channels": 1}, 118_794, 2, 512, 512),
     ("vit_tiny", {}, 459_370, 0, 1_728, 0),
+    ("text_lstm", {}, 49_674, 1, 128, 128),
 ]
 
 
@@ -72,6 +73,7 @@ SMALL = [
     ("simple_cnn", {}, 32),
     ("mlp_bn", {"width": 16, "depth": 3}, 8),
     ("vit_tiny", {}, 28),
+    ("text_lstm", {"width": 8, "depth": 2}, 6),
     ("deeplabv3plus", {}, 64),
     ("deeplabv3plus", {"backbone": "resnet50"}, 64),
 ]
@@ -84,7 +86,10 @@ def test_every_model_is_tried_small():
 @pytest.mark.parametrize(("name", "arguments", "side"), SMALL)
 def test_forward_and_backward(name, arguments, side):
     model = build(name, num_classes=7, image_size=side, **arguments).train()
-    images = torch.randn(2, arguments.get("in_channels", 3), side, side, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, arguments.get("in_channels", 3), side, side, generator=generator)
+    if MODELS[name].inputs == "tokens":
+        images = torch.randint(1000, (2, side), generator=generator)
     before = images.clone()
     logits = model(images)
     pixels = (side, side) if MODELS[name].task == "segmentation" else ()
@@ -149,7 +154,7 @@ def test_listing():
 
 
 def test_a_name_is_registered_once():
-    with pytest.raises(ValueError, match="model 'resnet20' is registered twice"):
+    with pytest.raises(ConfigError, match="model 'resnet20' is registered already; choose another name"):
         register_model("resnet20", summary="another", paper="none")(nn.Identity)
 
 

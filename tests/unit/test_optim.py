@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import tiny
-from fednorm.core.optim import ADAM, MOMENTUM_SGD, SGD, Optimizer, optimizer
+from fednorm.core.optim import Joined, Optimizer
+from fednorm.core.optimizers import ADAM, MOMENTUM_SGD, SGD, make_optimizer, register_optimizer
 from fednorm.core.state import Kind, Tree, entries
 from fednorm.errors import ConfigError
 
@@ -22,17 +26,16 @@ def ours(chosen: Optimizer, numbers: dict[str, float], factors: dict[str, float]
     buffers = {f"{part}:{key}": torch.zeros_like(value) for key, value in START.items() for part in chosen.buffers}
     names = set(buffers)
     for step in range(steps):
-        params, buffers = chosen.update(params, gradients(params, step), buffers, numbers, factors)
+        params, buffers = chosen.step(params, gradients(params, step), buffers, numbers, factors)
         assert set(buffers) == names
     return params
 
 
-def torchs(kind: str, numbers: dict[str, float], factors: dict[str, float], steps: int = 5) -> Tree:
+def torchs(make: Any, numbers: dict[str, float], factors: dict[str, float], steps: int = 5, **options: Any) -> Tree:
     params = {key: value.clone().requires_grad_() for key, value in START.items()}
     groups = [{"params": [p], "lr": numbers["lr"] * factors.get(key, 1.0)} for key, p in params.items()]
-    make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[kind]
-    momentum = {"momentum": numbers["momentum"]} if kind == "sgd" else {}
-    other = make(groups, weight_decay=numbers["weight_decay"], **momentum)
+    momentum = {"momentum": numbers["momentum"]} if make is torch.optim.SGD else {}
+    other = make(groups, weight_decay=numbers["weight_decay"], **momentum, **options)
     for step in range(steps):
         for key, grad in gradients({k: v.detach() for k, v in params.items()}, step).items():
             params[key].grad = grad
@@ -43,30 +46,117 @@ def torchs(kind: str, numbers: dict[str, float], factors: dict[str, float], step
 @pytest.mark.parametrize("factors", [{}, {"a": 0.1}])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.05])
 @pytest.mark.parametrize(
-    ("chosen", "momentum"), [(SGD, 0.0), (MOMENTUM_SGD, 0.9), (ADAM, 0.0)], ids=["sgd", "momentum", "adam"]
+    ("expression", "momentum", "make", "options"),
+    [
+        ("sgd", 0.0, torch.optim.SGD, {}),
+        ("sgd", 0.9, torch.optim.SGD, {}),
+        ("sgd(nesterov=true)", 0.9, torch.optim.SGD, {"nesterov": True}),
+        ("adam", 0.0, torch.optim.Adam, {}),
+        ("adam(beta1=0.8,beta2=0.9,eps=1e-4)", 0.0, torch.optim.Adam, {"betas": (0.8, 0.9), "eps": 1e-4}),
+        ("adamw", 0.0, torch.optim.AdamW, {}),
+        ("adamw(beta1=0.8,beta2=0.9,eps=1e-4)", 0.0, torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-4}),
+    ],
 )
-def test_as_torch(chosen: Optimizer, momentum: float, weight_decay: float, factors: dict[str, float]) -> None:
+def test_as_torch(
+    expression: str, momentum: float, make: Any, options: Any, weight_decay: float, factors: dict[str, float]
+) -> None:
     numbers = {"lr": 0.1, "momentum": momentum, "weight_decay": weight_decay}
-    left, right = ours(chosen, numbers, factors), torchs(chosen.name, numbers, factors)
+    chosen = make_optimizer(expression, momentum)
+    left, right = ours(chosen, numbers, factors), torchs(make, numbers, factors, **options)
     for key in START:
         assert torch.allclose(left[key], right[key], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("expression", ["sgd", "sgd(nesterov=true)", "adam", "adamw"])
+def test_all_parameters_at_once_are_each_alone(expression: str) -> None:
+    chosen, numbers = make_optimizer(expression, 0.9), {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}
+    params = {**START, "c": torch.arange(16.0).double().reshape(2, 2, 2, 2)}
+    buffers = {f"{part}:{key}": torch.full_like(params[key], 0.25) for key in params for part in chosen.buffers}
+    given = (params, gradients(params, 0), buffers, numbers, {"a": 0.1}, frozenset({"b"}))
+    for channels_last in (False, True):
+        alone, at_once = chosen.step(*given), Joined(chosen, channels_last).step(*given)
+        for left, right in zip(alone, at_once, strict=True):
+            assert left.keys() == right.keys()
+            assert all(torch.equal(left[key], right[key]) for key in left)
 
 
 def test_inputs_are_left_alone() -> None:
     before = {key: value.clone() for key, value in START.items()}
     buffers = {f"momentum:{key}": torch.ones_like(value) for key, value in START.items()}
-    MOMENTUM_SGD.update(START, gradients(START, 0), buffers, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, {})
+    MOMENTUM_SGD.step(START, gradients(START, 0), buffers, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, {})
     assert all(torch.equal(START[key], before[key]) for key in START)
     assert all(bool((value == 1).all()) for value in buffers.values())
 
 
 def test_by_name() -> None:
-    assert optimizer("sgd", 0.0) is SGD
-    assert optimizer("sgd", 0.9) is MOMENTUM_SGD
-    assert optimizer("adam", 0.9) is ADAM
+    assert make_optimizer("sgd", 0.0) == SGD
+    assert make_optimizer("sgd", 0.9) == MOMENTUM_SGD
+    assert make_optimizer("adam", 0.9) == ADAM
+    assert make_optimizer("adam(beta2=0.9)", 0.9) != ADAM
+
+
+def signs(value: Tensor, grad: Tensor, buffers: Tree, numbers: Any) -> tuple[Tensor, Tree]:
+    """Lion, without weight decay."""
+    moved = (0.9 * buffers["average"] + 0.1 * grad).sign()
+    return value - numbers["lr"] * moved, {"average": 0.99 * buffers["average"] + 0.01 * grad}
+
+
+def test_one_of_ones_own() -> None:
+    @register_optimizer("test-signs")
+    def make(scale: float = 1.0) -> Optimizer:
+        return Optimizer(signs, ("average",))
+
+    chosen = make_optimizer("test-signs(scale=2)", 0.9)
+    assert chosen.name == "test-signs(scale=2)"
+    params, buffers = chosen.step(
+        {"w": torch.tensor([1.0, 2.0])},
+        {"w": torch.tensor([3.0, -4.0])},
+        {"average:w": torch.zeros(2)},
+        {"lr": 0.5},
+        {},
+    )
+    assert params["w"].tolist() == [0.5, 2.5]
+    assert buffers["average:w"].tolist() == pytest.approx([0.03, -0.04])
+
+
+@pytest.mark.parametrize(
+    ("expression", "momentum", "message"),
+    [
+        ("adamax", 0.0, "optimizer 'adamax' is not known; did you mean 'adam'?"),
+        (
+            "sgd(nesterov=true)",
+            0.0,
+            "sgd(nesterov=true) needs momentum, and train.momentum is 0; give --momentum 0.9",
+        ),
+        ("adam(beta1=1)", 0.0, "optimizer 'adam': beta1=1.0 is out of range; give 0 up to below 1"),
+        ("adamw(eps=0)", 0.0, "optimizer 'adamw': eps=0.0 is out of range; give more than 0"),
+        ("adam(amsgrad=true)", 0.0, "option of 'adam' 'amsgrad' is not known; known: beta1, beta2, eps."),
+        ("sgd(momentum=0.9)", 0.0, "option of 'sgd' 'momentum' is not known; known: nesterov."),
+        ("adam+sgd", 0.0, "optimizer 'adam+sgd' names more than one; expected something like adam(beta2=0.99)"),
+    ],
+)
+def test_what_cannot_be_is_refused(expression: str, momentum: float, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        optimizer("adamw", 0.0)
-    assert str(refusal.value) == "optimizer 'adamw' is not known; did you mean 'adam'?"
+        make_optimizer(expression, momentum)
+    assert str(refusal.value) == message
+
+
+def test_buffers_that_were_not_named_are_refused() -> None:
+    forgetful = Optimizer(lambda value, grad, buffers, numbers: (value, {"seen": grad}), name="forgetful")
+    with pytest.raises(ConfigError) as refusal:
+        forgetful.step(START, START, {}, {"lr": 0.1}, {})
+    assert str(refusal.value) == (
+        "optimizer 'forgetful' returned the buffers ['seen'], expected []; name all of them in Optimizer(buffers=...)"
+    )
+
+
+def test_nesterov_by_a_field_of_its_own() -> None:
+    assert tiny.plan("fedavg", train__nesterov=True).optimizer.name == "sgd(nesterov=True)"
+    with pytest.raises(ConfigError) as refusal:
+        tiny.plan("fedavg", train__nesterov=True, train__optimizer="adam")
+    assert str(refusal.value) == (
+        "train.nesterov=true is for sgd, and train.optimizer is 'adam'; leave one of the two out"
+    )
 
 
 def test_buffers_are_state_of_their_own_kind() -> None:
@@ -84,7 +174,7 @@ def test_vectors_can_be_spared_from_weight_decay() -> None:
     params = {entry.key: made.prepared.initial[entry.key] for entry in made.prepared.entries if entry.trainable}
     still = {key: torch.zeros_like(value) for key, value in params.items()}
     numbers = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.5}
-    new, _ = spec.optimizer.update(params, still, {}, numbers, {}, spec.spared)
+    new, _ = spec.optimizer.step(params, still, {}, numbers, {}, spec.spared)
     for key, value in params.items():
         expected = value if value.dim() < 2 else value * (1 - 0.05)
         assert torch.allclose(new[key], expected, rtol=0, atol=1e-15), key

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 import tiny
 from fednorm.core.state import digest
+from fednorm.running.config import updated
 from fednorm.running.plan import make_plan
 
 
@@ -24,7 +27,9 @@ def test_precision_switches_are_put_back() -> None:
     """They are torch's own and belong to the whole program."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
-    rounds = tiny.Run(tiny.plan(engine__precision="tf32"), tiny.Store()).rounds()
+    plan = tiny.plan()
+    coarse = replace(plan, config=updated(plan.config, {"engine.precision": "tf32"}))  # a CPU's plan would be refused
+    rounds = tiny.Run(coarse, tiny.Store()).rounds()
     next(rounds)
     assert (matmul.allow_tf32, cudnn.allow_tf32) == before
     list(rounds)

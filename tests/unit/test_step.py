@@ -12,7 +12,7 @@ from torch import nn
 import tiny
 from fednorm.core import rng
 from fednorm.core.method import Rule
-from fednorm.core.optim import SGD
+from fednorm.core.optimizers import SGD
 from fednorm.core.state import Kind, Tree, digest
 from fednorm.core.step import Batch, Carry, ObserveStep, Seen, StepSpec, TrainStep, training_mode
 from fednorm.halves.prepared import prepare

@@ -82,7 +82,7 @@ PFL = LongRun(
 
 
 def section(workload: LongRun, options: Options) -> Section:
-    precision = options.precision or workload.precision
+    precision = options.precision or (workload.precision if options.device.type == "cuda" else "fp32")
     return Section(workload.name, {"rounds": workload.rounds, "precision": precision, **workload.settings})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fednorm.engines.machine import device_name
 from fednorm.running.environment import commit, gpu_name, versions
 
 
@@ -23,17 +24,10 @@ def describe_machine(device: torch.device, command: Sequence[str] | None = None)
         "commit": commit(),
         "hardware": {
             "device": device.type,
-            "cpu": _cpu(),
+            "cpu": device_name(torch.device("cpu")),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "gpu": gpu_name(device),
         },
         "versions": {**versions(), "cuda": torch.version.cuda, "system": platform.system()},
     }
-
-
-def _cpu() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -23,7 +23,6 @@ app = typer.Typer(
     name="fednorm",
     help="Normalization layers that work in federated learning.",
     epilog="Start with: fednorm demo",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for name, verb in {
@@ -43,8 +42,16 @@ for name, verb in {
 app.add_typer(data.app, name="data")
 
 
+DEBUG = "--debug"
+
+
 @app.callback(invoke_without_command=True)
-def options(version: bool = typer.Option(False, "--version", metavar="", help="Print the version and stop.")) -> None:
+def options(
+    version: bool = typer.Option(False, "--version", metavar="", help="Print the version and stop."),
+    debug: bool = typer.Option(
+        False, DEBUG, metavar="", help="Show the traceback of every error, also of your own code; after any verb, too."
+    ),
+) -> None:
     if version:
         from fednorm import __version__
 
@@ -75,10 +82,14 @@ def exit_code(arguments: Sequence[str]) -> int:
 
 def _exit_code(arguments: Sequence[str], loud: TextIO) -> int:
     command = typer.main.get_command(app)
+    given = [argument for argument in arguments if argument != DEBUG]  # one place knows it, not every verb
+    debug = len(given) < len(arguments) or os.environ.get("FEDNORM_DEBUG", "0") not in ("", "0")
     try:
-        done = command.main(args=list(arguments) or ["--help"], prog_name="fednorm", standalone_mode=False)
+        done = command.main(args=given or ["--help"], prog_name="fednorm", standalone_mode=False)
         sys.stdout.flush()
     except FednormError as error:
+        if debug:
+            traceback.print_exc()
         complain(error)
         return error.exit_code
     except Stopped as stop:

@@ -7,21 +7,30 @@ from typing import Annotated, Any
 
 import typer
 
-from fednorm.cli.flags import Json
+from fednorm.cli import complete
+from fednorm.cli.flags import Json, Use
 from fednorm.cli.method_text import print_method
-from fednorm.cli.output import print_json, print_table
+from fednorm.cli.output import print_json, print_table, say
 
 
 def methods(
     expression: Annotated[
-        str | None, typer.Argument(metavar="[EXPR]", help="say all of one method, such as fixbn(at=0.5)+fedprox")
+        str | None,
+        typer.Argument(
+            metavar="[EXPR]",
+            help="say all of one method, such as fixbn(at=0.5)+fedprox",
+            autocompletion=complete.methods,
+        ),
     ] = None,
+    use: Use = [],  # noqa: B006
     json: Json = False,
 ) -> None:
     """List the methods, with papers, what stays local, bytes and exchanges; or say all there is to say of one."""
     from fednorm.methods import known_methods
+    from fednorm.running.extensions import load
     from fednorm.views.describe_method import describe_method
 
+    load(use)
     if expression is not None:
         facts = describe_method(expression)
         print_json(facts) if json else print_method(facts)
@@ -60,9 +69,13 @@ def methods(
             ]
             for each in found
         ],
+        numbers=["bytes", "exchanges"],
+        spare=["paper", "needs", "exchanges", "stays local"],
+        readable=36,
     )
-    print("\nbytes: what a ResNet20 client sends in a round, of FedAvg's; stage by stage where a method has two")
-    print("all of one, options too: `fednorm methods NAME`; join methods with +: fedprox(mu=0.01)+gn")
+    print()
+    say("bytes: what a ResNet20 client sends in a round, of FedAvg's; stage by stage where a method has two")
+    say("all of one, options too: `fednorm methods NAME`; join methods with +: fedprox(mu=0.01)+gn")
 
 
 def _by_stage(texts: Iterable[str]) -> str:
@@ -70,10 +83,12 @@ def _by_stage(texts: Iterable[str]) -> str:
     return " -> ".join(dict.fromkeys(texts))
 
 
-def models(json: Json = False) -> None:
-    """List the built-in models."""
-    from fednorm.models import MODELS
+def models(use: Use = [], json: Json = False) -> None:  # noqa: B006
+    """List the models."""
+    from fednorm.models import MODELS, list_models
+    from fednorm.running.extensions import load
 
+    load(use)
     found = [
         {
             "name": info.name,
@@ -85,7 +100,7 @@ def models(json: Json = False) -> None:
             "image_size": info.image_size,
             "options": list(info.options),
         }
-        for info in MODELS.values()
+        for info in map(MODELS.__getitem__, list_models())
     ]
     if json:
         print_json(found)
@@ -93,33 +108,53 @@ def models(json: Json = False) -> None:
     print_table(
         ["model", "what it is", "parameters", "task", "options"],
         [
-            [each["name"], each["summary"], f"{each['parameters']:,}", each["task"], ", ".join(each["options"]) or "-"]
+            [
+                each["name"],
+                each["summary"],
+                "-" if each["parameters"] is None else f"{each['parameters']:,}",
+                each["task"],
+                ", ".join(each["options"]) or "-",
+            ]
             for each in found
         ],
         numbers=["parameters"],
+        spare=["options", "task"],
     )
-    print("\nalso: timm:NAME, torchvision:NAME, and your own package.module:factory")
+    print()
+    say("also: timm:NAME, torchvision:NAME, and your own package.module:factory")
 
 
-def _parameters(name: str) -> int:
-    """Parameters of a model at its default sizes; on the meta device, so that none of them takes memory."""
+def _parameters(name: str) -> int | None:
+    """Parameters of a model at its default sizes, if it can be built with them; on a device that takes no memory."""
     import torch
 
     from fednorm.models import build
 
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build(name).parameters())
+    try:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in build(name).parameters())
+    except Exception:  # a user's own, which may need options or real numbers
+        return None
 
 
 def datasets(
     data_dir: Annotated[str | None, typer.Option(metavar="DIR", help="folder with the data sets")] = None,
+    use: Use = [],  # noqa: B006
     json: Json = False,
 ) -> None:
     """List the data sets, and which of them are here."""
+    from fednorm.data.own import own_datasets
     from fednorm.data.registry import DATASETS
     from fednorm.data.verify import describe_dataset
+    from fednorm.running.extensions import load
 
+    load(use)
     found: list[dict[str, Any]] = [describe_dataset(name, data_dir) for name in DATASETS]
+    blank = {key: [] if isinstance(value, tuple) else None for key, value in found[0].items()}
+    found += [
+        {**blank, "name": own.name, "summary": own.summary, "here": True, "form": "own code"}
+        for own in own_datasets().values()
+    ]
     if json:
         print_json([{**each, "counts": list(each["counts"]), "domains": list(each["domains"])} for each in found])
         return
@@ -131,11 +166,13 @@ def datasets(
                 each["summary"],
                 *(f"{count:,}" for count in each["counts"] or ()),
                 *([] if each["counts"] else ["-", "-"]),
-                str(each["num_classes"]),
+                str(each["num_classes"] or "-"),
                 each["form"] if each["here"] else "no",
             ]
             for each in found
         ],
         numbers=["training", "test", "classes"],
+        spare=["classes", "test", "training"],
     )
-    print("\n`fednorm data info NAME` says more of one, and how to get it")
+    print()
+    say("`fednorm data info NAME` says more of one, and how to get it")

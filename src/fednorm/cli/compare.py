@@ -6,13 +6,18 @@ from typing import Annotated
 
 import typer
 
+from fednorm.cli import complete
 from fednorm.cli.flags import shared_flags
 from fednorm.cli.settings import Asked
 from fednorm.errors import ConfigError
 
 Expressions = Annotated[
     list[str] | None,
-    typer.Argument(metavar="EXPR...", help="methods, such as fedavg fedavg+gn fixbn(at=0.5); default: the file's"),
+    typer.Argument(
+        metavar="EXPR...",
+        help="methods, such as fedavg fedavg+gn fixbn(at=0.5); default: the file's",
+        autocompletion=complete.methods,
+    ),
 ]
 
 
@@ -26,6 +31,6 @@ def compare(asked: Asked, expressions: Expressions = None) -> None:
     from fednorm.cli.play import play_comparison
 
     if asked.dry_run:
-        print_preview(asked, methods)
+        print_preview(asked, methods, comparison=True)
     else:
         play_comparison(asked, methods)

@@ -1,4 +1,4 @@
-"""`fednorm data`: look at a data set, check its bytes, fetch it."""
+"""`fednorm data`: look at a data set or at your own data, check it, fetch it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fednorm.cli.flags import Json, Quiet
+from fednorm.cli import complete
+from fednorm.cli.data_text import facts_text
+from fednorm.cli.flags import Assignments, Json, Quiet, Use
 from fednorm.cli.output import print_json, size_text
+from fednorm.cli.settings import resolve
 from fednorm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +19,18 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at a data set, check it, fetch it.", no_args_is_help=False)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="data set; `fednorm datasets` lists them")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="data set; `fednorm datasets` lists them", autocompletion=complete.datasets),
+]
+AnyName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="data set, or your own: folder:DIR, table:FILE, npz:FILE",
+        autocompletion=complete.any_data,
+    ),
+]
 DataDir = Annotated[
     str | None, typer.Option("--data-dir", metavar="DIR", help="folder with the data sets; default: FEDNORM_DATA")
 ]
@@ -61,33 +75,98 @@ def fetch(name: Name, data_dir: DataDir = None, quiet: Quiet = False) -> None:
         print(path)
 
 
+Partition = Annotated[
+    str | None,
+    typer.Option(
+        "--partition",
+        metavar="HOW",
+        help="such as iid or dir_client(alpha=0.1); default: shards",
+        autocompletion=complete.partitions,
+    ),
+]
+Clients = Annotated[int | None, typer.Option("--clients", metavar="N", help="number of clients; default: 5")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="seed of the deal")]
+Target = Annotated[str | None, typer.Option("--target", metavar="COL", help="column of a table to be predicted")]
+ClientColumn = Annotated[
+    str | None, typer.Option("--client-column", metavar="COL", help="column of a table that names the client")
+]
+SplitColumn = Annotated[
+    str | None, typer.Option("--split-column", metavar="COL", help="column of a table that says train or test")
+]
+ImageSize = Annotated[
+    int | None, typer.Option("--image-size", metavar="N", help="pixels a side that images are brought to")
+]
+
+
+@app.command()
+def check(
+    name: AnyName,
+    how: Partition = None,
+    clients: Clients = None,
+    seed: Seed = 0,
+    target: Target = None,
+    client_column: ClientColumn = None,
+    split_column: SplitColumn = None,
+    image_size: ImageSize = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="model that a run would take; default: by the data")
+    ] = None,
+    data_dir: DataDir = None,
+    use: Use = [],  # noqa: B006
+    assignments: Assignments = [],  # noqa: B006
+    json: Json = False,
+) -> None:
+    """Look at the data of each client, and list all that a run would refuse; exit code 2 if there is anything."""
+    from fednorm.views.data_check import checked
+
+    columns = {"target": target, "client": client_column, "split": split_column, "size": image_size}
+    flags = _flags(name, how, clients, seed, data_dir, **columns) | ({"model": model} if model else {})
+    facts, problems = checked(
+        lambda: resolve(file=None, assignments=assignments, flags=flags, use=use, allow_code=True)[0]
+    )
+    if json:
+        print_json({**facts, "problems": problems})
+    else:
+        for line in (facts_text(facts) if facts else []) + [""] * bool(facts):
+            print(line)
+        for problem in problems or ["a run would refuse nothing"]:
+            print(f"problem: {problem}" if problems else problem)
+    if problems:
+        many = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(f"{name} has {many} that a run would refuse; they are listed above")
+
+
 @app.command()
 def partition(
-    name: Name,
-    how: Annotated[
-        str, typer.Option("--partition", metavar="HOW", help="such as iid or dir_client(alpha=0.1)")
-    ] = "shards",
-    clients: Annotated[int, typer.Option("--clients", metavar="N", help="number of clients")] = 5,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="seed of the deal")] = 0,
+    name: AnyName,
+    how: Partition = None,
+    clients: Clients = None,
+    seed: Seed = 0,
+    target: Target = None,
+    client_column: ClientColumn = None,
+    split_column: SplitColumn = None,
+    image_size: ImageSize = None,
     picture: Annotated[
         str | None,
         typer.Option("--picture", metavar="FILE.png", help="draw who holds how much of which class or domain"),
     ] = None,
+    use: Use = [],  # noqa: B006
     data_dir: DataDir = None,
     json: Json = False,
 ) -> None:
     """Deal a set to clients and show who holds what, without training."""
-    from fednorm.data.summary import summary, table
+    from fednorm.data.client_facts import held
+    from fednorm.data.summary import table
     from fednorm.errors import require
-    from fednorm.running.config import DataConfig, RunConfig
     from fednorm.running.plan import build_federation
 
     if picture:
         require("matplotlib", "report", "drawing a picture")
-    data = DataConfig(name=name, dir=data_dir, partition=how, clients=clients)
-    federation = build_federation(RunConfig(data=data, seed=seed))
-    rows = [rows.numpy() for rows in federation.clients]
-    entries = summary(rows, federation.y.numpy(), federation.num_classes)
+    columns = {"target": target, "client": client_column, "split": split_column, "size": image_size}
+    flags = _flags(name, how, clients, seed, data_dir, **columns)
+    config, _ = resolve(file=None, assignments=[], flags=flags, use=use, allow_code=True)
+    federation = build_federation(config)
+    entries = held(federation)
     if picture:
         _draw(name, data_dir, federation, picture)
     if json:
@@ -98,13 +177,25 @@ def partition(
         print(f"picture: {picture}")
 
 
+def _flags(
+    name: str, how: str | None, clients: int | None, seed: int, data_dir: str | None, **columns: object
+) -> dict[str, str]:
+    """What was asked for, by field, as a run's flags are read."""
+    given = {"name": name, "partition": how, "clients": clients, "dir": data_dir, **columns}
+    fields = {f"data.{field}": str(value) for field, value in given.items() if value is not None}
+    return {**fields, "seed": str(seed)}
+
+
 def _draw(name: str, data_dir: str | None, federation: Federation, path: str) -> None:
     """By domain where the set has domains, else by class."""
     from fednorm.data.load import load_dataset
     from fednorm.data.picture import domain_counts, domain_picture, label_picture
+    from fednorm.data.registry import DATASETS
 
-    image_set = load_dataset(name, data_dir)
-    if image_set.train_domain is None:
+    if federation.task != "classification":
+        raise ConfigError(f"a picture shows classes, but the task of {name} is {federation.task}; leave out --picture")
+    image_set = None if name.replace("-", "_") not in DATASETS else load_dataset(name, data_dir)
+    if image_set is None or image_set.train_domain is None:
         label_picture(federation, path)
         return
     counts = domain_counts(federation, image_set.train_domain.numpy(), len(image_set.domain_names))

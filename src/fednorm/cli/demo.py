@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fednorm.cli.flags import Jobs, Json, Out
-from fednorm.cli.output import print_json, print_scores
+from fednorm.cli.output import say
 from fednorm.cli.settings import Asked
-from fednorm.errors import ConfigError
 
 NEXT = """next:
   fednorm compare fedavg fedavg+gn fixbn --partition "dir_client(alpha=0.1)" --local-steps 10
@@ -21,10 +18,10 @@ def demo(
     json: Json = False,
 ) -> None:
     """See on real images what label skew does to BatchNorm and what repairs it; some minutes on two cores."""
-    from fednorm.cli.play import fresh, watch
+    from fednorm.cli.play import all_folders, finish, fresh, watch
     from fednorm.running.comparison import usable_jobs
     from fednorm.running.plan import find_device
-    from fednorm.views.demo import HEADLINE, METHODS, SEEDS, demo_config, play_demo, what_was_seen
+    from fednorm.views.demo import HEADLINE, METHODS, SEEDS, demo_config, play_demo
 
     folder = out or fresh("demo")
     asked = Asked(
@@ -40,27 +37,8 @@ def demo(
         code_in_file=False,
     )
     if not json:
-        print(f"{HEADLINE} · {find_device('auto').type}")
-    result = watch(
-        asked, folder, len(METHODS) * len(SEEDS), lambda tell: play_demo(folder, jobs=asked.jobs, on_row=tell)
-    )
-    seen = what_was_seen(result)
-    picture = _draw(result, folder)
-    if json:
-        print_json({**result.to_json(), "folder": result.folder, "seen": seen, "picture": picture})
-        return
-    print()
-    print_scores(result)
-    print(f"\n{seen}")
-    print(f"curves: {picture}" if picture else 'no picture of the curves: pip install "fednorm[report]"')
-    print(f"folder: {result.folder}\n{NEXT}")
-
-
-def _draw(result, folder: Path) -> str | None:  # type: ignore[no-untyped-def]
-    from fednorm.views.pictures import curves
-
-    title = "Fashion-MNIST subset, 5 clients with 2 classes each, small_resnet"
-    try:
-        return str(curves(result, folder / "curves.png", title, ("pooled", "own_client")))
-    except ConfigError:
-        return None  # matplotlib is not there; the caller says how to get it
+        say(f"{HEADLINE} · {find_device('auto').type}")
+    folders = all_folders(METHODS, SEEDS, folder)
+    finish(asked, watch(asked, folder, folders, lambda tell: play_demo(folder, jobs=asked.jobs, on_row=tell)))
+    if not json:
+        print(NEXT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fednorm.cli.flags import Json
-from fednorm.cli.output import print_json, size_text
+from fednorm.cli.output import print_json, say, size_text
 
 
 def doctor(json: Json = False) -> None:
@@ -14,15 +14,17 @@ def doctor(json: Json = False) -> None:
     if json:
         print_json(found)
         return
-    print(f"fednorm {found['fednorm']}, python {found['python']}, torch {found['torch']}, {found['platform']}")
-    print(f"cores: {found['cores']}, free disk: {size_text(found['free_disk_bytes'])}")
+    say(f"fednorm {found['fednorm']}, python {found['python']}, torch {found['torch']}, {found['platform']}")
+    say(f"cores: {found['cores']}, free disk: {size_text(found['free_disk_bytes'])}")
     cuda = f"{found['cuda']}, bf16 {'yes' if found['bf16'] else 'no'}" if found["cuda"] else "no"
-    print(f"cuda: {cuda}; mps: {'yes' if found['mps'] else 'no'}")
-    print(f"torchvision: {found['torchvision']}")
+    say(f"cuda: {cuda}; mps: {'yes' if found['mps'] else 'no'}")
+    say(f"torchvision: {found['torchvision']}")
     for extra, packages in found["extras"].items():
         listed = ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items())
         line = missing_line(extra, packages)
-        print(f"extra {extra}: {listed}" + (f"; get it with: {line}" if line else ""))
-    print(f"data folder (FEDNORM_DATA): {found['data_folder'] or 'not set'}")
-    print(f"data sets here: {', '.join(found['datasets'])}")
-    print(f"one round (5 clients, 10 steps of 20 images, small_resnet): {found['seconds_per_round']:.2f} s")
+        say(f"extra {extra}: {listed}")
+        if line:
+            print(f"  get it with: {line}")
+    say(f"data folder (FEDNORM_DATA): {found['data_folder'] or 'not set'}")
+    say(f"data sets here: {', '.join(found['datasets'])}")
+    say(f"one round (5 clients, 10 steps of 20 images, small_resnet): {found['seconds_per_round']:.2f} s")

@@ -6,20 +6,32 @@ from dataclasses import replace
 from typing import Any
 
 from fednorm.cli.output import print_json, size_text
+from fednorm.cli.play import place_of, refuse_watchers
 from fednorm.cli.settings import Asked
 from fednorm.running.config import updated
 
 
-def print_preview(asked: Asked, methods: list[str]) -> None:
+def print_preview(asked: Asked, methods: list[str], comparison: bool = False) -> None:
     """Say what would be done; nothing is written."""
+    from fednorm.running.comparison import settled
+    from fednorm.running.folder import RunFolder
     from fednorm.running.plan import make_plan
+    from fednorm.running.trial import try_out
     from fednorm.views.preview import preview
 
-    # As compare does: several processes share the cores, one thread each.
-    threads = {"engine.threads": 1} if asked.jobs > 1 else {}
-    base = updated(replace(asked.config, seed=asked.seeds[0]), threads)
-    found = [preview(make_plan(updated(base, {"method": method}))) for method in methods]
-    seconds = sum(each["estimate"]["seconds"] for each in found) * len(asked.seeds) / asked.jobs
+    # Whatever a run would refuse before it starts is refused here, by the same functions.
+    refuse_watchers(asked)
+    base = replace(asked.config, seed=asked.seeds[0])
+    several = comparison or len(asked.seeds) > 1
+    if several:
+        base, methods = settled(methods, base, asked.seeds, asked.jobs)
+    RunFolder(place_of(asked, methods)).refuse_place()
+    plans = [make_plan(updated(base, {"method": method})) for method in methods]
+    for plan in plans:
+        try_out(plan)
+    found = [preview(plan) for plan in plans]
+    jobs = asked.jobs if several else 1
+    seconds = sum(each["estimate"]["seconds"] for each in found) * len(asked.seeds) / jobs
     if asked.json:
         whole = {"seeds": list(asked.seeds), "estimated_seconds": seconds}
         print_json({"methods": dict(zip(methods, found, strict=True)), **whole})
@@ -28,6 +40,8 @@ def print_preview(asked: Asked, methods: list[str]) -> None:
     from fednorm.data.summary import table
 
     print(f"\n{table(found[0]['clients'])}\n")
+    for line in found[0]["data_notes"]:
+        print(f"data: {line}")
     for method, each in zip(methods, found, strict=True):
         for line in each["bytes_per_client"]:
             # The last exchanges are with all clients, whoever takes part in a round.

@@ -7,24 +7,28 @@ from typing import Annotated
 
 import typer
 
-from fednorm.cli.flags import AllowCode
-from fednorm.cli.settings import refuse_code
+from fednorm.cli.flags import AllowCode, Use
+from fednorm.errors import unknown
 
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
-    client: Annotated[int | None, typer.Option(metavar="ID", help="this client's model; default: the global")] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="ID|NAME", help="this client's model; default: the global")
+    ] = None,
+    which: Annotated[
+        str, typer.Option(metavar="last|best", help="after the last round, or the best by validation (--keep best)")
+    ] = "last",
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="default: in RUN")] = None,
     fold: Annotated[
         bool, typer.Option("--fold", help="for inference: BatchNorm and standardised weights folded into plain layers")
     ] = False,
+    use: Use = [],  # noqa: B006
     allow_code: AllowCode = False,
 ) -> None:
     """Write a run's model as a plain safetensors file."""
-    from fednorm.running.api import read_config
-    from fednorm.running.folder import RunFolder
+    if which not in ("last", "best"):
+        raise unknown("model", which, ["last", "best"])
     from fednorm.views.export import export as write
 
-    run = RunFolder(folder)
-    refuse_code(read_config(run)[0].model, f"'{run.config}'", allow_code)
-    print(write(folder, output, client=client, fold=fold))
+    print(write(folder, output, client=client, which=which, fold=fold, use=use, allow_code=allow_code))

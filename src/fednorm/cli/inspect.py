@@ -6,31 +6,41 @@ from typing import Annotated, Any
 
 import typer
 
-from fednorm.cli.flags import AllowNoop, Json
+from fednorm.cli import complete
+from fednorm.cli.flags import AllowNoop, Json, Use
 from fednorm.cli.method_text import print_method
-from fednorm.cli.output import print_json, print_table, size_text
+from fednorm.cli.output import print_json, print_table, say, size_text
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="model name, or package.module:factory")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="model name, or package.module:factory", autocompletion=complete.models),
+    ],
     method: Annotated[
-        str, typer.Option(metavar="EXPR", help="method expression, such as fixbn or fedavg+gn")
+        str,
+        typer.Option(
+            metavar="EXPR", help="method expression, such as fixbn or fedavg+gn", autocompletion=complete.methods
+        ),
     ] = "fedavg",
     num_classes: Annotated[int | None, typer.Option(metavar="N", help="default: the model's own")] = None,
     in_channels: Annotated[int, typer.Option(metavar="N", help="colours of an image")] = 3,
     image_size: Annotated[int | None, typer.Option(metavar="N", help="pixels a side; default: the model's own")] = None,
+    use: Use = [],  # noqa: B006
     allow_noop: AllowNoop = False,
     json: Json = False,
 ) -> None:
     """Show what a method does with every tensor of a model: kind, policy, shape, bytes; and what it is made of."""
     from fednorm import models
     from fednorm.core.expression import parse_term
-    from fednorm.core.optim import MOMENTUM_SGD
+    from fednorm.core.optimizers import MOMENTUM_SGD
     from fednorm.halves.prepared import prepare
     from fednorm.methods import parse
+    from fednorm.running.extensions import load
     from fednorm.views.describe_method import fedavg_bytes, method_facts
     from fednorm.views.describe_model import describe_model
 
+    load(use)
     term = parse_term(model, "model", "resnet20(shortcut=B)")
     parsed = parse(method)
     network = models.build(
@@ -55,16 +65,17 @@ def _print(found: dict[str, Any], union: bool) -> None:
         numbers=["bytes"],
     )
     totals = found["totals"]
-    print(f"\n{found['model']} with {found['method']}: {totals['entries']} entries, {size_text(totals['bytes'])}")
+    print()
+    say(f"{found['model']} with {found['method']}: {totals['entries']} entries, {size_text(totals['bytes'])}")
     for title in ("by_policy", "by_kind"):
         parts = [f"{name} {each['entries']} ({size_text(each['bytes'])})" for name, each in totals[title].items()]
-        print(f"{title.replace('_', ' ')}: {', '.join(parts)}")
+        say(f"{title.replace('_', ' ')}: {', '.join(parts)}")
     if union:
-        print("one model trains on all data: nothing is sent")
+        say("one model trains on all data: nothing is sent")
     for line in [] if union else totals["exchanges"]:
         sent = f"up {size_text(line['up'])}, down {size_text(line['down'])}"
-        print(f"each client, {line['when']}, {line['phase']}: {sent}")
+        say(f"each client, {line['when']}, {line['phase']}: {sent}")
     for note in found["notes"]:
-        print(f"note: {note}")
+        say(f"note: {note}")
     print()
     print_method(found["details"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fednorm.cli.output import size_text
+from fednorm.cli.output import say, size_text
 
 
 def print_method(facts: dict[str, Any]) -> None:
     """Print what `describe_method` found: the method, its exchanges one by one, and what each piece does."""
     title = facts["name"] + (" (reconstruction)" if facts["reconstruction"] else "")
-    print(f"{title}: {facts['summary']}" if facts["summary"] else title)
+    say(f"{title}: {facts['summary']}" if facts["summary"] else title)
     _print_lines(_whole(facts))
     for when, exchanges in _in_time(facts):
         for phase in exchanges["phases"]:
@@ -24,7 +24,7 @@ def print_method(facts: dict[str, Any]) -> None:
 def _print_lines(lines: Iterable[tuple[str, str]]) -> None:
     for name, text in lines:
         if text:
-            print(f"  {name}: {text}")
+            say(f"  {name}: {text}")
 
 
 def _whole(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from fednorm.cli.table import Table, fitted, wrapped
+from fednorm.files import json_text
 
+if TYPE_CHECKING:
     from fednorm.running.results import Result
 
 HEADINGS = {"pooled": "pooled test", "own_client": "own-client test", "domains": "domains", "unseen": "unseen clients"}
@@ -34,29 +36,42 @@ def complain(problem: object) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    print(json_text(value, indent=2))
 
 
-def console() -> Console:
-    """Where tables go; a file or pipe has no width, so lines are not broken there."""
-    from rich.console import Console
+def width() -> int | None:
+    """Columns there are for a line: those of the terminal, or what COLUMNS says; a file or pipe has no width."""
+    if not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdecimal():
+        return None
+    return max(40, shutil.get_terminal_size().columns)
 
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+
+def say(text: str, indent: str = "  ") -> None:
+    """Print a text, in a terminal broken between words; lines after the first are indented."""
+    print("\n".join(wrapped(text, width(), indent)))
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[str] = (), title: str | None = None
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Collection[str] = (),
+    spare: Sequence[str] = (),
+    readable: int = 20,
 ) -> None:
-    """A plain table; `numbers` names the columns that are aligned to the right."""
-    from rich.table import Table
+    """A plain table; `numbers` are aligned to the right.
+
+    Where a terminal is so narrow that columns of text would get less than `readable`, `spare` ones are left out.
+    """
+    from rich.console import Console
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: names such as [report] are no markup
-    console().print(table)
+    laid = fitted(Table(columns, list(rows), numbers, spare, readable), width())
+    # Text: names such as [report] are no markup; the lines are laid out already.
+    Console(highlight=False).print(Text("\n".join(laid.heading), style="bold"), soft_wrap=True)
+    for line in laid.body:
+        print(line)
+    if laid.left_out:
+        say(f"left out in {width()} columns: {', '.join(laid.left_out)}; a wider window, a pipe or --json has them")
 
 
 def size_text(count: float) -> str:
@@ -84,7 +99,8 @@ def print_scores(result: Result) -> None:
         if how in FOOTNOTES and how not in marks:
             marks[how] = _MARKS[len(marks)]
         cells = [
-            cell_text(line.get(name)) + (marks.get(how, "") if name == "pooled" and name in line else "")
+            cell_text(line.get(name), result.percent)
+            + (marks.get(how, "") if name == "pooled" and name in line else "")
             for name in shown
         ]
         sent = size_text(line["bytes_per_round"]) if line["bytes_per_round"] else "-"
@@ -92,9 +108,11 @@ def print_scores(result: Result) -> None:
     headings = [HEADINGS[name] for name in shown]
     print_table(["method", *headings, "sent per round"], rows, numbers=[*headings, "sent per round"])
     for how, mark in marks.items():
-        print(f"{mark} {FOOTNOTES[how]}")
+        say(f"{mark} {FOOTNOTES[how]}")
     seeds = lines[0]["seeds"]
     over = (
         f"mean ± standard deviation over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     )
-    print(f"{result.metric} in percent after the last round, {over}")
+    unit = " in percent" if result.percent else ""
+    better = "" if result.higher_is_better else ", lower is better"
+    say(f"{result.metric}{unit} after the last round{better}, {over}")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fednorm.cli.output import Stopped, print_json, print_scores
+from fednorm.cli.output import Stopped, print_json, print_scores, say
+from fednorm.cli.own_files import tell_of_files
 from fednorm.cli.settings import Asked
-from fednorm.errors import require
 
 if TYPE_CHECKING:
-    from fednorm.running.records import OnRow
+    from fednorm.running.records import OnRow, RunId
     from fednorm.running.results import Result
 
 
@@ -20,48 +20,88 @@ def play_run(asked: Asked) -> None:
     """Play the one run that was asked for and print what came out."""
     from fednorm.running.api import run
 
-    out = asked.out or fresh(asked.config.method)
-
-    finish(asked, watch(asked, out, 1, lambda tell: run(asked.config, out=out, on_row=tell)))
+    tell_of_files(asked)
+    out = place_of(asked, [asked.config.method])
+    folders = one_folder(asked, out)
+    finish(asked, watch(asked, out, folders, lambda tell: run(asked.config, out=out, on_row=tell)))
 
 
 def play_comparison(asked: Asked, methods: list[str]) -> None:
     """Play every method with every seed and print the table."""
     from fednorm.running.comparison import compare
 
-    out = asked.out or fresh("compare" if len(methods) > 1 else methods[0])
+    tell_of_files(asked)
+    out = place_of(asked, methods)
 
     def work(tell: OnRow) -> Result:
-        return compare(methods, config=asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
+        return compare(methods, asked.config, seeds=asked.seeds, out=out, jobs=asked.jobs, on_row=tell)
 
-    finish(asked, watch(asked, out, len(methods) * len(asked.seeds), work))
+    finish(asked, watch(asked, out, all_folders(methods, asked.seeds, out), work))
 
 
-def watch(asked: Asked, out: Path, runs: int, work: Callable[[OnRow], Result]) -> Result:
+def place_of(asked: Asked, methods: list[str]) -> Path:
+    """The folder that was asked for, or a new one named after what runs."""
+    return asked.out or fresh("compare" if len(methods) > 1 else methods[0])
+
+
+def one_folder(asked: Asked, out: Path) -> dict[RunId, Path]:
+    """The one run that is asked for, with its folder."""
+    return {_run_id(asked.config.method, asked.config.seed): out}
+
+
+def all_folders(methods: Iterable[str], seeds: Iterable[int], out: Path) -> dict[RunId, Path]:
+    """The runs of a comparison, each with its folder."""
+    ids = [_run_id(method, seed) for seed in seeds for method in methods]
+    return {run: out / run.file_name for run in ids}
+
+
+def _run_id(expression: str, seed: int) -> RunId:
+    from fednorm.core.expression import parse_terms
+    from fednorm.running.records import RunId
+
+    return RunId("+".join(map(str, parse_terms(expression, "method", "fixbn(at=0.5)"))), seed)
+
+
+def refuse_watchers(asked: Asked) -> None:
+    """Refuse observers that are not known, or whose packages are missing."""
+    from fednorm.running.trackers import check_tracker
+
+    for name, flag in asked.trackers.items():
+        check_tracker(name, flag)
+
+
+def watch(asked: Asked, out: Path, folders: Mapping[RunId, Path], work: Callable[[OnRow], Result]) -> Result:
     """Do the work with the observers that were asked for; a signal ends it with a word on how to continue."""
-    if asked.tensorboard:
-        require("tensorboard", "track", "--tensorboard")
-    from fednorm.running.api import Interrupted
-    from fednorm.running.observers import watching
+    refuse_watchers(asked)
+    from fednorm.running.config import flat
+    from fednorm.running.observers import Tracking, watching
+    from fednorm.running.progress import done_before
+    from fednorm.running.stopping import Interrupted
 
     stream = None if asked.quiet else sys.stderr if asked.json else sys.stdout
-    events = out / "tensorboard" if asked.tensorboard else None
+    tracking = Tracking(list(asked.trackers), out, flat(asked.config))
+    before = done_before(folders)
     try:
-        with watching(asked.config.rounds, stream=stream, tensorboard=events, runs=runs) as tell:
+        with watching(asked.config.rounds, stream=stream, tracking=tracking, runs=len(folders), before=before) as tell:
             return work(tell)
     except Interrupted as stop:
-        raise Stopped(how_to_go_on(out, asked.code_in_file), stop.exit_code) from None
+        raise Stopped(how_to_go_on(asked, out, folders), stop.exit_code) from None
 
 
-def how_to_go_on(out: Path, code: bool) -> str:
+def how_to_go_on(asked: Asked, out: Path, folders: Mapping[RunId, Path]) -> str:
     """What a stopped run tells its user."""
-    command = f"fednorm resume {out}" + (" --allow-code" if code else "")
-    rounds = rounds_done(out)
-    return f"stopped{'' if rounds is None else f' after round {rounds}'}; continue with: {command}"
+    from fednorm.running.progress import done_before
+
+    flags = [*asked.trackers.values(), *["--allow-code"] * asked.code_in_file]
+    done = f" with {done_before(folders).finished} of {len(folders)} runs done"
+    if len(folders) == 1:
+        rounds = rounds_done(out)
+        done = "" if rounds is None else f" after round {rounds}"
+    return f"stopped{done}; continue with: {' '.join(['fednorm resume', str(out), *flags])}"
 
 
 def rounds_done(out: Path) -> int | None:
-    """Rounds that a stopped run keeps; None for a comparison, which has many runs."""
+    """Rounds that a stopped run keeps; None where it had not begun."""
     from fednorm.running.folder import RunFolder
     from fednorm.running.store import Store
 
@@ -76,24 +116,34 @@ def rounds_done(out: Path) -> int | None:
 
 
 def finish(asked: Asked, result: Result) -> None:
-    """Print a result, as a table or as JSON."""
-    from fednorm.running.records import score_of
+    """Print a result, as a table or as JSON; a comparison also says what it showed, and draws it."""
+    from fednorm.running.records import number_text, score_of
+    from fednorm.views.seen import draw_curves, what_was_seen
 
+    several = len(result.runs) > 1 and result.folder is not None
+    seen = what_was_seen(result) if several else None
+    picture = draw_curves(result, asked.config, Path(str(result.folder))) if several else None
     if asked.json:
-        print_json({**result.to_json(), "folder": result.folder})
+        drawn = {"seen": seen, "picture": picture} if several else {}
+        print_json({**result.to_json(), "folder": result.folder, **drawn})
         return
     print_scores(result)
     for line in dict.fromkeys(f"{run['method']}: {note}" for run in result.runs for note in run["notes"]):
-        print(line)
+        say(line)
     for run in result.runs:
         if run["best_validation"]:
             best = run["best_validation"]
             scores = ", ".join(
-                f"{name} {score_of(best, name, result.metric):.1f}"
+                f"{name} {number_text(score_of(best, name, result.metric), result.percent)}"
                 for name in best
                 if name not in ("round", "validation")
             )
-            print(f"{run['method']} seed {run['seed']}: best validation in round {best['round']}: {scores}")
+            say(f"{run['method']} seed {run['seed']}: best validation in round {best['round']}: {scores}")
+    if seen:
+        print()
+        say(seen, indent="")
+    if several:
+        print(f"curves: {picture}" if picture else 'no picture of the curves: pip install "fednorm[report]"')
     print(f"folder: {result.folder}")
 
 

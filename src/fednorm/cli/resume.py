@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fednorm.cli.flags import AllowCode, Jobs, Json, Quiet, TensorBoard
-from fednorm.cli.settings import Asked, names_code, refuse_code
+from fednorm.cli.flags import AllowCode, Jobs, Json, Quiet, TensorBoard, Track, Use
+from fednorm.cli.settings import Asked
 
 if TYPE_CHECKING:
     from fednorm.running.records import OnRow
@@ -17,23 +17,33 @@ if TYPE_CHECKING:
 
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder of a run or a comparison")],
+    rounds: Annotated[
+        int | None, typer.Option(metavar="N", help="train on to this many rounds; default: as many as it was meant to")
+    ] = None,
+    reschedule: Annotated[
+        bool,
+        typer.Option("--reschedule", help="with --rounds: let schedules and stages follow the new number from here on"),
+    ] = False,
+    use: Use = [],  # noqa: B006
     jobs: Jobs = 1,
     allow_code: AllowCode = False,
     json: Json = False,
     quiet: Quiet = False,
     tensorboard: TensorBoard = False,
+    track: Track = [],  # noqa: B006 -- typer's own way to say "repeatable"
 ) -> None:
     """Continue where a folder stopped; what comes out equals an uninterrupted run to the bit."""
-    from fednorm.cli.play import finish, watch
-    from fednorm.running.api import read_config, resume_folder
-    from fednorm.running.comparison import resume_comparison
+    from fednorm.cli.play import all_folders, finish, one_folder, watch
+    from fednorm.running.config import updated
+    from fednorm.running.consent import named_code
     from fednorm.running.folder import RunFolder
+    from fednorm.running.given import config_in, read_stored
+    from fednorm.running.resuming import resume as go_on
 
-    run = RunFolder(folder)
-    config, comparison = read_config(run)
-    refuse_code(config.model, f"'{run.config}'", allow_code)
+    stored = read_stored(RunFolder(folder))
+    config, comparison = config_in(stored), stored.get("compare")
     asked = Asked(
-        config=config,
+        config=config if rounds is None else updated(config, {"rounds": rounds}),
         methods=(),
         seeds=(),
         out=folder,
@@ -42,11 +52,16 @@ def resume(
         json=json,
         quiet=quiet,
         tensorboard=tensorboard,
-        code_in_file=names_code(config.model),
+        track=tuple(track),
+        code_in_file=bool(named_code(config)),
     )
 
     def work(tell: OnRow) -> Result:
-        return resume_comparison(run, jobs=jobs, on_row=tell) if comparison else resume_folder(run, on_row=tell)
+        return go_on(
+            folder, rounds=rounds, reschedule=reschedule, jobs=jobs, on_row=tell, use=use, allow_code=allow_code
+        )
 
-    runs = len(comparison["methods"]) * len(comparison["seeds"]) if comparison else 1
-    finish(asked, watch(asked, folder, runs, work))
+    folders = one_folder(asked, folder)
+    if comparison:
+        folders = all_folders(comparison["methods"], comparison["seeds"], folder)
+    finish(asked, watch(asked, folder, folders, work))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from fednorm.core.expression import literal, parse_term
+from fednorm.cli.own_files import field_names, with_files
+from fednorm.core.expression import literal
 from fednorm.errors import ConfigError, unknown
 from fednorm.running.config import RunConfig, all_fields, from_dict, updated
+from fednorm.running.consent import refuse_code
+from fednorm.running.extensions import resolved
 from fednorm.running.recipe import Recipe, read_recipe
 
-_LIBRARIES = ("timm", "torchvision")
+_EXCLUSIVE = (("train.local_steps", "train.local_epochs"), ("clients_per_round", "client_fraction"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +32,16 @@ class Asked:
     json: bool
     quiet: bool
     tensorboard: bool
+    track: tuple[str, ...] = ()
+    """trackers to follow the run with, beside that of `--tensorboard`"""
     code_in_file: bool
     """Whether the config names code that only `--allow-code` lets run again."""
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """All trackers, each with the flag that asked for it."""
+        flags = {name: f"--track {name}" for name in self.track}
+        return flags | {"tensorboard": "--tensorboard"} if self.tensorboard else flags
 
     def with_seed(self) -> Asked:
         """The same for its one seed."""
@@ -38,18 +49,29 @@ class Asked:
 
 
 def resolve(
-    *, file: Path | None, assignments: Iterable[str], flags: Mapping[str, str], allow_code: bool
+    *,
+    file: Path | None,
+    assignments: Iterable[str],
+    flags: Mapping[str, str],
+    use: Sequence[str] = (),
+    allow_code: bool,
 ) -> tuple[RunConfig, Recipe]:
-    """The config, and the recipe it started from."""
+    """The config, and the recipe it started from; what is typed needs no other consent, what the file names does."""
     recipe = read_recipe(file) if file else Recipe()
     config = from_dict(recipe.fields)
     changes = dict(map(read_assignment, assignments)) | {name: read_value(name, text) for name, text in flags.items()}
-    if "model" not in changes:
-        refuse_code(config.model, f"'{file}'", allow_code)
-    for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
-        if f"train.{mine}" in changes and f"train.{other}" not in changes:
-            changes[f"train.{other}"] = None  # the file's choice gives way to the one on the command line
-    return updated(config, changes), recipe
+    typed = resolved(use)
+    if file:
+        config = replace(config, use=resolved(config.use, file.parent.absolute()))
+        replaced = {name: getattr(RunConfig(), name) for name in ("model", "use") if name in changes}
+        refuse_code(replace(config, **replaced), file, allow_code, typed)
+    for pair in _EXCLUSIVE:
+        for mine, other in (pair, pair[::-1]):
+            if mine in changes and other not in changes:
+                changes[other] = None  # the file's choice gives way to the one on the command line
+    config = updated(config, changes)
+    config = replace(config, use=resolved((*config.use, *typed)))
+    return with_files(config, {*changes, *field_names(recipe.fields)}), recipe
 
 
 def read_assignment(text: str) -> tuple[str, Any]:
@@ -85,18 +107,6 @@ def field_types(cls: type[Any] = RunConfig, prefix: str = "") -> dict[str, Any]:
         nested = isinstance(hint, type) and is_dataclass(hint)
         found |= field_types(hint, f"{prefix}{item.name}.") if nested else {f"{prefix}{item.name}": hint}
     return found
-
-
-def names_code(model: str) -> bool:
-    """True for `package.module:factory`, whose import runs the user's code."""
-    source, colon, _ = parse_term(model, "model", "resnet20(shortcut=B)").name.partition(":")
-    return bool(colon) and source not in _LIBRARIES
-
-
-def refuse_code(model: str, where: str, allowed: bool) -> None:
-    """Code that a file names runs only if the user says so."""
-    if names_code(model) and not allowed:
-        raise ConfigError(f"{where} names code to run, model '{model}'; if you trust it, add --allow-code")
 
 
 def read_seeds(text: str | None, first: int) -> tuple[int, ...]:

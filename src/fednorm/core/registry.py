@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 from fednorm.core.claims import MERGE_STATISTICS, MERGE_TRAINED, PROXIMAL_TERM, WEIGHTS
-from fednorm.core.expression import NAME, Term, parse_terms
+from fednorm.core.expression import Term, parse_terms
+from fednorm.core.extending import check_name, load_installed, summary_of
 from fednorm.core.method import Method, Part
 from fednorm.core.phases import Purpose
 from fednorm.core.state import Kind, Policy
@@ -41,15 +41,18 @@ class MethodInfo:
 _REGISTRY: dict[str, MethodInfo] = {}
 
 
-def register(name: str, *, paper: str, summary: str, reconstruction: bool = False) -> Callable[[Factory], Factory]:
-    """Make a function that returns a `Part` available under a name; its keyword arguments are the options."""
+def register(
+    name: str, *, paper: str = "", summary: str = "", reconstruction: bool = False
+) -> Callable[[Factory], Factory]:
+    """Make a function that returns a `Part` available under a name; its keyword arguments are the options.
+
+    Without a summary the first line of its docstring is one.
+    """
 
     def add(make: Factory) -> Factory:
-        if name in _REGISTRY:
-            raise ConfigError(f"method '{name}' is registered already; choose another name")
-        if not re.fullmatch(NAME, name):
-            raise ConfigError(f"method name '{name}' is not usable; expected letters, digits, '-' and '_'")
-        _REGISTRY[name] = MethodInfo(name, paper, summary, make, reconstruction)
+        known = _REGISTRY.get(name)
+        check_name("method", name, make, known.make if known else None)
+        _REGISTRY[name] = MethodInfo(name, paper, summary_of(make, summary), make, reconstruction)
         return make
 
     return add
@@ -57,6 +60,7 @@ def register(name: str, *, paper: str, summary: str, reconstruction: bool = Fals
 
 def known_methods() -> Mapping[str, MethodInfo]:
     """All methods registered so far, by name; `fednorm.methods` has the same function with the built-in ones."""
+    load_installed()
     return dict(sorted(_REGISTRY.items()))
 
 
@@ -74,11 +78,11 @@ def parse(expression: str | Method) -> Method:
     """
     if isinstance(expression, Method):
         return expression
-    known = known_methods()
+    known = _REGISTRY
     method = Method()
     claimed: dict[str, str] = {}
     for term in parse_terms(expression, "method", _EXAMPLE):
-        if term.name not in known:
+        if term.name not in known and term.name not in known_methods():
             raise unknown("method", term.name, known, "fednorm methods")
         made = known[term.name].make(**checked_options(term, known[term.name].make))
         part = replace(made, label=str(term))
@@ -162,17 +166,20 @@ def _in_words(claim: str) -> str:
     return f"the {subject} of {detail}" if detail else f"the {subject}"
 
 
-def checked_options(term: Term, make: Factory) -> dict[str, Any]:
-    """The options of a term, each known to the factory and of the type its signature states."""
+def checked_options(term: Term, make: Callable[..., Any], handed: Collection[str] = ()) -> dict[str, Any]:
+    """The options of a term, each known to the factory and of the type its signature states.
+
+    Parameters that are `handed` over otherwise are no options.
+    """
     hints = get_type_hints(make)
-    known = inspect.signature(make).parameters
+    known = [name for name in inspect.signature(make).parameters if name not in handed]
     values: dict[str, Any] = {}
     for key, value in term.options.items():
         if key not in known:
             if not known:
                 raise ConfigError(f"'{term.name}' takes no options but was given '{key}'; write just '{term.name}'")
             raise unknown(f"option of '{term.name}'", key, known)
-        hint = hints[key]
+        hint = hints.get(key, object)
         # `float | Literal["window"]` offers a type and a word
         options = [option for each in get_args(hint) or (hint,) for option in get_args(each) or (each,)]
         if float in options and int not in options and isinstance(value, int) and not isinstance(value, bool):
@@ -187,4 +194,4 @@ def checked_options(term: Term, make: Factory) -> dict[str, Any]:
 def _fits(value: Any, option: Any) -> bool:
     if not isinstance(option, type):
         return value == option
-    return isinstance(value, option) and (option is bool or not isinstance(value, bool))
+    return isinstance(value, option) and (option in (bool, object) or not isinstance(value, bool))

@@ -40,3 +40,26 @@ def lr_factor(schedule: str, round: int, rounds: int) -> float:
     except ValueError:
         raise ConfigError(f"schedule '{schedule}' needs numbers, as in step(factor=0.1,at=0.5/0.75)") from None
     return factor ** sum(done >= mark for mark in marks)
+
+
+def warmup_factor(warmup: float, round: int, rounds: int) -> float:
+    """The factor of a warm-up on top of a schedule: it rises by equal steps to 1 in the first `warmup` rounds.
+
+    A warm-up below 1 is a share of all rounds. It is a factor on what the schedule says, whose own marks stay where
+    they are, counted in all rounds.
+
+    >>> [warmup_factor(4, r, 10) for r in (1, 2, 4, 5)], warmup_factor(0.2, 1, 10)
+    ([0.25, 0.5, 1.0, 1.0], 0.5)
+    """
+    length = warmup if warmup >= 1 else max(1, int(warmup * rounds + 0.5))
+    return min(1.0, round / length)
+
+
+def check_warmup(warmup: float, rounds: int) -> None:
+    """Refuse a warm-up that is neither a number of rounds nor a share of them."""
+    if not (0 <= warmup < 1 or (warmup >= 1 and math.isfinite(warmup) and warmup == int(warmup))):
+        raise ConfigError(f"train.warmup={warmup} is out of range; give a whole number of rounds, or a share below 1")
+    if warmup > rounds:
+        raise ConfigError(
+            f"train.warmup={warmup:g} is longer than the run of {rounds} rounds; give fewer rounds, or a share below 1"
+        )

@@ -7,7 +7,7 @@ counters are updated in place in the tree they are passed in, which therefore mu
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fednorm.core.state import Kind, Tree, is_batch_norm
-from fednorm.core.task import Task
+from fednorm.core.task import AnyTask
 
 if TYPE_CHECKING:
     from fednorm.core.method import Facts, Numbers, Rule
-    from fednorm.core.optim import Optimizer
+    from fednorm.core.optim import Stepping
 
 
 class Carry(NamedTuple):
@@ -86,12 +86,14 @@ class StepSpec:
     model: nn.Module
     facts: Facts
     rule: Rule
-    optimizer: Optimizer
-    task: Task
+    optimizer: Stepping
+    task: AnyTask
     tied: bool = True
     """Whether the model may have tensors with several names, which takes time to look for in every step."""
     keyed: tuple[str, ...] = ()
     """Names of the key buffers of layers that draw random numbers."""
+    drawing: Callable[[Tensor], AbstractContextManager[object]] | None = None
+    """Where the model's own code draws from torch's hidden generator: a context in which it draws from a key."""
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
     """Factors on the learning rate, for the keys that have one."""
     spared: frozenset[str] = frozenset()
@@ -105,7 +107,8 @@ StepMaker = Callable[[StepSpec], Step]
 
 def forward(spec: StepSpec, state: Tree, x: Tensor, key: Tensor) -> Any:
     """The model's output with `state` as its state and `key` for every layer that draws random numbers."""
-    return functional_call(spec.model, state | dict.fromkeys(spec.keyed, key), (x,), tie_weights=spec.tied)
+    with spec.drawing(key) if spec.drawing else nullcontext():
+        return functional_call(spec.model, state | dict.fromkeys(spec.keyed, key), (x,), tie_weights=spec.tied)
 
 
 def by_autograd(objective: Objective) -> Gradients:
@@ -142,7 +145,7 @@ class TrainStep:
             grads, (_, loss) = gradients(carry.params, carry, batch, numbers)
             for transform in rule.grads:
                 grads = transform(grads, carry, numbers, spec.facts)
-            params, buffers = spec.optimizer.update(
+            params, buffers = spec.optimizer.step(
                 carry.params, grads, carry.optimizer, numbers, spec.factors, spec.spared
             )
             after = carry._replace(params=params, optimizer=buffers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -11,14 +11,30 @@ Sums = dict[str, Tensor]
 """Float64 sums over examples; two sums add, so clients and batches can be joined in any grouping."""
 
 
-class Task(Protocol):
-    """Loss and scores of a kind of problem."""
+@runtime_checkable
+class AnyTask(Protocol):
+    """Loss and scores of a kind of problem; `fednorm.Task` makes one from a loss and some metrics."""
 
     @property
     def name(self) -> str: ...
     @property
+    def kind(self) -> str:
+        """What targets it needs: classification, multilabel, regression, segmentation; empty: whatever the data has."""
+        ...
+
+    @property
     def metric(self) -> str:
-        """The headline number of `summary`, between 0 and 100."""
+        """The headline number of `summary`."""
+        ...
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Of the headline number."""
+        ...
+
+    @property
+    def percent(self) -> bool:
+        """Whether the headline number is between 0 and 100; otherwise it has the targets' unit."""
         ...
 
     def loss(self, output: Any, y: Tensor) -> Tensor:
@@ -26,9 +42,9 @@ class Task(Protocol):
         ...
 
     def score(self, output: Any, y: Tensor) -> Sums:
-        """Sums that `summary` turns into numbers."""
+        """Sums that `summary` turns into numbers; `loss` is one of them."""
         ...
 
     def summary(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Numbers for people."""
+        """Numbers for people, and lists by class or target; a number that is not defined is None."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fednorm.data.from_files.source import NAMES, find_source
 from fednorm.data.image_set import ImageSet
 from fednorm.data.readers import cifar, digits, domains, femnist, folders, idx, segmentation
 from fednorm.data.readers.forms import Form, missing
@@ -21,7 +22,11 @@ FORMS: dict[str, tuple[Form, ...]] = (
 
 def find_dataset(name: str) -> DatasetInfo:
     """The set of that name; `digits-five` means `digits_five`."""
+    if find_source(name) is not None:
+        raise ConfigError(f"'{name}' is data of your own; look at it with: fednorm data check {name}")
     info = DATASETS.get(name.replace("-", "_"))
+    if info is None and (":" in name or os.sep in name):
+        raise ConfigError(f"data '{name}' is not known; data of your own are {NAMES}")
     if info is None:
         raise unknown("data set", name, DATASETS, "fednorm datasets")
     return info
@@ -51,11 +56,12 @@ def load_dataset(
     number of examples must be that of the full distribution, or of its packed form.
     """
     info = find_dataset(name)
-    if info.embedded:
-        return idx.grey_set(info.name, read_archive(EMBEDDED / f"{info.name}.npz.xz"))
-    folder = data_folder(info.name, data_dir)
     if size is not None and size < 1:
         raise ConfigError(f"size must be at least 1 pixel, not {size}")
+    if info.embedded:
+        embedded = idx.grey_set(info.name, read_archive(EMBEDDED / f"{info.name}.npz.xz"))
+        return embedded if size is None else embedded.resized(size)
+    folder = data_folder(info.name, data_dir)
     if info.name == "digits_five":
         five = digits.digits_five({part: load_dataset(part, folder, check=check) for part in DIGIT_DOMAINS})
         return five if size is None else five.resized(size)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fednorm.core import rng
+from fednorm.core.extending import load_installed
 from fednorm.errors import ConfigError, unknown
 
 Rows = list[np.ndarray]
@@ -36,7 +37,8 @@ def largest_remainder(shares: np.ndarray, total: int) -> np.ndarray:
     return counts
 
 
-def _checked(name: str, rows: Sequence[np.ndarray], min_size: int, fix: str) -> Rows:
+def checked(name: str, rows: Sequence[np.ndarray], min_size: int, fix: str) -> Rows:
+    """The rows of every client, ascending, once each has enough of them; `fix` is what an error advises."""
     sizes = [len(part) for part in rows]
     smallest = int(np.argmin(sizes))
     if sizes[smallest] < max(min_size, 1):
@@ -55,7 +57,7 @@ def _positive(name: str, option: str, value: float) -> None:
 def iid(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int = 1) -> Rows:
     """A random order cut into equal parts."""
     order = generator(seed, "iid").permutation(len(labels))
-    return _checked("iid", np.array_split(order, num_clients), min_size, "use fewer clients")
+    return checked("iid", np.array_split(order, num_clients), min_size, "use fewer clients")
 
 
 def dir_client(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int = 1, alpha: float = 0.5) -> Rows:
@@ -83,7 +85,7 @@ def dir_client(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int
             taken += np.minimum(wanted, left)
         clients.append(np.concatenate([queues[k][used[k] : used[k] + taken[k]] for k in range(len(counts))]))
         used += taken
-    return _checked("dir_client", clients, min_size, "use fewer clients")
+    return checked("dir_client", clients, min_size, "use fewer clients")
 
 
 def dir_class(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int = 1, alpha: float = 0.5) -> Rows:
@@ -96,7 +98,7 @@ def dir_class(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int 
     fix = "use a larger alpha, fewer clients or a smaller min_size"
     best = np.zeros(num_clients)
     if len(labels) < num_clients * min_size:
-        _checked("dir_class", np.array_split(np.arange(len(labels)), num_clients), min_size, "use fewer clients")
+        checked("dir_class", np.array_split(np.arange(len(labels)), num_clients), min_size, "use fewer clients")
     for attempt in range(MAX_DRAWS):
         draw = generator(seed, "dir_class", attempt)
         shares = draw.dirichlet(np.full(num_clients, alpha), size=len(counts))
@@ -106,7 +108,7 @@ def dir_class(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int 
         if sizes.min() >= max(min_size, 1):
             parts = [np.split(draw.permutation(np.flatnonzero(codes == k)), cut[:-1]) for k, cut in enumerate(cuts)]
             clients = [np.concatenate([part[c] for part in parts]) for c in range(num_clients)]
-            return _checked("dir_class", clients, min_size, fix)
+            return checked("dir_class", clients, min_size, fix)
         best = max(best, sizes, key=lambda size: size.min())
     client = int(best.argmin())
     raise ConfigError(
@@ -161,7 +163,7 @@ def shards(
         rows = draw.permutation(np.flatnonzero(codes == k))
         for holder, part in zip(holders, np.array_split(rows, len(holders)), strict=True):
             parts[holder].append(part)
-    return _checked("shards", [np.concatenate(part) for part in parts], min_size, "use fewer clients")
+    return checked("shards", [np.concatenate(part) for part in parts], min_size, "use fewer clients")
 
 
 def label_shards(
@@ -178,13 +180,13 @@ def label_shards(
     pieces = np.array_split(np.argsort(labels, kind="stable"), total)
     hands = generator(seed, "label_shards").permutation(total).reshape(num_clients, shards_per_client)
     clients = [np.concatenate([pieces[s] for s in hand]) for hand in hands]
-    return _checked("label_shards", clients, min_size, "use fewer clients")
+    return checked("label_shards", clients, min_size, "use fewer clients")
 
 
 def sorted_blocks(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int = 1) -> Rows:
     """A stable sort by label cut into equal contiguous blocks (FedTAN); the seed plays no part."""
     blocks = np.array_split(np.argsort(labels, kind="stable"), num_clients)
-    return _checked("sorted_blocks", blocks, min_size, "use fewer clients")
+    return checked("sorted_blocks", blocks, min_size, "use fewer clients")
 
 
 def shards_unequal(
@@ -216,7 +218,7 @@ def shards_unequal(
     counts = 1 + largest_remainder(wanted.astype(np.float64), total - num_clients)
     order = np.argsort(labels, kind="stable")[: total * shard_size].reshape(total, shard_size)
     hands = np.split(draw.permutation(total), np.cumsum(counts)[:-1])
-    return _checked("shards_unequal", [order[hand].reshape(-1) for hand in hands], min_size, "use larger shards")
+    return checked("shards_unequal", [order[hand].reshape(-1) for hand in hands], min_size, "use larger shards")
 
 
 def domain(
@@ -247,9 +249,9 @@ def domain(
         rows = generator(seed, "domain", int(value)).permutation(np.flatnonzero(domains == value))
         parts.extend(np.array_split(rows, num_clients // len(present)))
     if per_client is not None:
-        _checked("domain", parts, per_client, f"use per_client={min(map(len, parts))} or fewer clients per domain")
+        checked("domain", parts, per_client, f"use per_client={min(map(len, parts))} or fewer clients per domain")
         parts = [part[:per_client] for part in parts]
-    return _checked("domain", parts, min_size, "use fewer clients per domain")
+    return checked("domain", parts, min_size, "use fewer clients per domain")
 
 
 def feature_shift(
@@ -275,6 +277,7 @@ class PartitionInfo:
     options: Mapping[str, object]
     summary: str
     uses_labels: bool = True
+    uses_domains: bool = False
 
 
 PARTITIONS: dict[str, PartitionInfo] = {
@@ -287,19 +290,25 @@ PARTITIONS: dict[str, PartitionInfo] = {
     "shards_unequal": PartitionInfo(
         shards_unequal, {"shard_size": 50, "low": 1, "high": 30}, "label-sorted shards, 1 to 30 per client, rescaled"
     ),
-    "domain": PartitionInfo(domain, {"per_client": None}, "one domain per client", uses_labels=False),
+    "domain": PartitionInfo(
+        domain, {"per_client": None}, "one domain per client", uses_labels=False, uses_domains=True
+    ),
     "feature_shift": PartitionInfo(
         feature_shift,
         {"inner": "iid", "severity": 1.0},
         "an inner partition, then colour, contrast, blur, noise, fog or snow on each client's images",
         uses_labels=False,
+        uses_domains=True,
     ),
 }
 
 
 def find_partition(name: str, options: Mapping[str, object]) -> PartitionInfo:
     """The partition of that name, once its options are known to be right; `dir-client` means `dir_client`."""
-    info = PARTITIONS.get(name.replace("-", "_"))
+    key = name.replace("-", "_")
+    if key not in PARTITIONS:
+        load_installed()
+    info = PARTITIONS.get(key)
     if info is None:
         raise unknown("partition", name, PARTITIONS)
     own = {option: value for option, value in options.items() if option in info.options}
@@ -317,9 +326,9 @@ def find_partition(name: str, options: Mapping[str, object]) -> PartitionInfo:
 
 def _check_type(name: str, option: str, value: object, default: object) -> None:
     """A text for a text, a number for a number, a whole number for any other (None stands for one)."""
-    kinds = {str: ((str,), "a name"), float: ((int, float), "a number")}
+    kinds = {str: ((str,), "a name"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
     types, words = kinds.get(type(default), ((int,), "a whole number"))
-    if value is not default and (isinstance(value, bool) or not isinstance(value, types)):
+    if value is not default and (isinstance(value, bool) != (types == (bool,)) or not isinstance(value, types)):
         raise ConfigError(f"partition '{name}': {option} must be {words}, not {value!r}")
 
 
@@ -348,6 +357,6 @@ def partition(
         )
     if info.uses_labels and labels.ndim != 1:
         raise ConfigError(f"partition '{name}' needs one label per example; for masks use 'iid' or 'domain'")
-    if info.function in (domain, feature_shift):
+    if info.uses_domains:
         options = {**options, "domains": domains}
     return info.function(labels, num_clients, seed=seed, min_size=min_size, **options)

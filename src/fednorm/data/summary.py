@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def summary(clients: Sequence[np.ndarray], labels: np.ndarray, num_classes: int) -> list[dict[str, object]]:
-    """One entry per client: its number, size, label histogram and the classes it holds.
+def summary(
+    clients: Sequence[np.ndarray], labels: np.ndarray, num_classes: int, names: Sequence[str] = ()
+) -> list[dict[str, object]]:
+    """One entry per client: its number, its name if it has one, size, label histogram and the classes it holds.
 
     >>> summary([np.array([0, 1])], np.array([2, 2]), 3)
     [{'client': 0, 'size': 2, 'labels': [0, 0, 2], 'classes': [2]}]
@@ -19,6 +21,7 @@ def summary(clients: Sequence[np.ndarray], labels: np.ndarray, num_classes: int)
         entries.append(
             {
                 "client": number,
+                **({"name": names[number]} if names else {}),
                 "size": len(rows),
                 "labels": counts.tolist(),
                 "classes": np.flatnonzero(counts).tolist(),
@@ -42,7 +45,7 @@ def table(entries: Sequence[dict[str, object]], max_rows: int = 20, max_classes:
     for entry, histogram in list(zip(entries, histograms, strict=True))[:max_rows]:
         held = sum(count > 0 for count in histogram)
         cells = [f"{held} of {len(histogram)}"] if wide else [str(count) if count else "-" for count in histogram]
-        lines.append([str(entry["client"]), str(entry["size"]), *cells])
+        lines.append([str(entry.get("name", entry["client"])), str(entry["size"]), *cells])
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     if len(entries) > max_rows:

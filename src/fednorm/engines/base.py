@@ -89,8 +89,13 @@ class Engine(Protocol):
     """Plays exchanges, of one run or of several at once."""
 
     @property
-    def fell_back(self) -> bool:
-        """Whether it had to leave its work to the sequential engine."""
+    def fell_back(self) -> str:
+        """Why it had to leave its work to the sequential engine; empty where it did not."""
+        ...
+
+    @property
+    def processes(self) -> int:
+        """How many processes train clients."""
         ...
 
     def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
@@ -119,7 +124,8 @@ class Engine(Protocol):
 class PlainEngine:
     """An engine that plays one run after the other and merges on the host; `train` is all that differs."""
 
-    fell_back = False
+    fell_back: str = ""
+    processes: int = 1
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
@@ -150,7 +156,11 @@ def play_plainly(order: Order, train: Train) -> Played:
     here = ranks.own(sites.batches.pool.clients, exchange.cohort)
     states = order.states.get_many(here)
     starts = phase.starts(server.tree, [states[client].tree for client in here], sites.device)
-    jobs = [sites.job(phase, client, start, states[client].steps) for client, start in zip(here, starts, strict=True)]
+    shares = exchange.shares
+    jobs = [
+        sites.job(phase, client, start, states[client].steps, shares.get(client, 1.0))
+        for client, start in zip(here, starts, strict=True)
+    ]
     accepted: list[Outcome] = []
     stacks: list[Stacks] = []
 
@@ -202,7 +212,7 @@ def attempt(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> 
 
 def mapped_step(sites: Sites, each: PreparedPass, probing: bool = False) -> Step:
     """A pass's step over a stack of clients: every tensor has a leading client axis, numbers are common."""
-    spec = replace(sites.step_spec(each, probing), differentiate=lambda f: grad_and_value(f, has_aux=True))
+    spec = replace(sites.step_spec(each, probing, mapped=True), differentiate=lambda f: grad_and_value(f, has_aux=True))
     return torch.vmap(each.step(spec), in_dims=(0, 0, None))
 
 

@@ -5,9 +5,12 @@ Torch is imported late, since the command line asks before it knows that it need
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednorm.errors import ConfigError
@@ -51,6 +54,27 @@ def find_device(name: str) -> torch.device:
     if not available.get(device.type, False) or (device.index or 0) >= max(1, torch.cuda.device_count()):
         raise ConfigError(f"device '{name}' is not available on this machine; give auto or cpu")
     return device
+
+
+def refuse_other_than_cpu(device: torch.device) -> None:
+    """Refuse worker processes for a device that they cannot share."""
+    if device.type != "cpu":
+        raise ConfigError(
+            f"engine 'workers' trains on the CPU, but the device is {device}; give --device cpu, or --engine stacked"
+        )
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """What a device is called by its maker."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 @contextmanager

@@ -56,7 +56,8 @@ def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...], is_parameter
     return nn.Parameter(tensor, requires_grad=learns) if is_parameter else tensor.requires_grad_(learns)
 
 
-def _pack(value: Any, what: str) -> bytes:
+def pack(value: Any, what: str) -> bytes:
+    """Something as bytes for one of our own processes; `what` it is is for an error."""
     file = io.BytesIO()
     try:
         _ByValue(file).dump(value)
@@ -89,7 +90,7 @@ def to_message(sites: Sites) -> WorkerMessage:
     refusals: list[CannotSend] = []
     for phase in sites.phases:
         try:
-            phases[phase.id] = _pack(_of_client(phase), f"the phase '{phase.phase.name}'")
+            phases[phase.id] = pack(_of_client(phase), f"the phase '{phase.phase.name}'")
         except CannotSend as refusal:
             refusals.append(refusal)
     if not phases:
@@ -102,23 +103,25 @@ def to_message(sites: Sites) -> WorkerMessage:
         "sites": Sites(
             prepared=prepared,
             work=sites.work,
+            optimizer=sites.optimizer,
             device=sites.device,
             batches=replace(sites.batches, pool=replace(pool, x=nothing, y=nothing, live=None)),
             task=sites.task,
             probes=sites.probes,
+            habits=sites.habits,
         ),
         "phases": phases,
         "live": _packed_data(live),
         "batch_norms": _batch_norms(prepared.model),
         "default_dtype": torch.get_default_dtype(),
     }
-    packed = _pack(parts, "the model" if _refused(prepared) else "the plan")
+    packed = pack(parts, "the model" if _refused(prepared) else "the plan")
     return WorkerMessage(packed, shared(pool.x), shared(pool.y), tuple(phases))
 
 
 def _packed_data(live: LiveRows | None) -> bytes:
     try:
-        return _pack(live, "the data set")
+        return pack(live, "the data set")
     except CannotSend as refusal:
         advice = "transforms must be functions or classes that a module defines, no lambdas"
         raise CannotSend(f"{refusal}: {advice}") from refusal
@@ -135,7 +138,7 @@ def shared(tensor: Tensor) -> Tensor:
 
 def _refused(value: Any) -> bool:
     try:
-        _pack(value, "")
+        pack(value, "")
     except CannotSend:
         return True
     return False

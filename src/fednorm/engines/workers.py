@@ -28,8 +28,9 @@ from torch import Tensor
 from fednorm.core.phases import PhaseId
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
+from fednorm.core.user_code import is_users, user_error
 from fednorm.engines.base import PlainEngine
-from fednorm.engines.machine import usable_cores
+from fednorm.engines.machine import refuse_other_than_cpu, usable_cores
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.worker_messages import (
     CannotSend,
@@ -41,7 +42,7 @@ from fednorm.engines.worker_messages import (
     survives,
     to_message,
 )
-from fednorm.errors import ConfigError, FednormError
+from fednorm.errors import FednormError, UserCodeError
 from fednorm.halves.messages import Update
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.site import Sites
@@ -58,11 +59,7 @@ class WorkersEngine(PlainEngine):
     """
 
     def __init__(self, sites: Sites, processes: int) -> None:
-        if sites.device.type != "cpu":
-            raise ConfigError(
-                f"engine 'workers' trains on the CPU, but the device is {sites.device}; "
-                "give --device cpu, or --engine stacked"
-            )
+        refuse_other_than_cpu(sites.device)
         self.sites = sites
         self.processes = processes
         self._here = SequentialEngine(sites)
@@ -87,7 +84,7 @@ class WorkersEngine(PlainEngine):
             self._crew = Crew(self.sites, self.processes)
         except CannotSend as refusal:
             print(f"workers engine: {refusal}; using sequential", file=sys.stderr)
-            self.fell_back = True
+            self.fell_back = str(refusal)
         return self._crew
 
     def close(self) -> None:
@@ -194,6 +191,8 @@ class Crew:
             told = worker.pipe.recv()
         except (EOFError, OSError):
             raise _lost(worker, when) from None
+        if isinstance(told, UserCodeError):
+            raise told from vars(told).pop("raised", None)
         if isinstance(told, BaseException):
             raise told
         return told
@@ -283,7 +282,7 @@ def _serve(pipe: connection.Connection, message: WorkerMessage, slots: tuple[Ten
             _write(views[slot][id], done)
             pipe.send((done.update.report, dict(done.update.probed)))
         except Exception as error:
-            pipe.send(_portable(error, client))
+            pipe.send(_portable(error, client, sites.prepared.name))
 
 
 def _die_with_parent() -> None:
@@ -303,9 +302,13 @@ def _write(views: Tree, done: Outcome) -> None:
         views[key].copy_(value)
 
 
-def _portable(error: Exception, client: int) -> Exception:
-    """The error itself where it survives the way to the parent, or its text."""
+def _portable(error: Exception, client: int, model: str) -> Exception:
+    """The error itself where it survives the way to the parent, or its text; one of the user's code says so."""
+    told = traceback.format_exc()
+    if not isinstance(error, FednormError) and is_users(error):
+        cause, error = error, user_error(error, model)
+        vars(error)["raised"] = cause if survives(cause) else None
     if survives(error):
-        error.add_note(f"in a worker process, with client {client}:\n{traceback.format_exc()}")
+        error.add_note(f"in a worker process, with client {client}:\n{told}")
         return error
     return FednormError(f"client {client}: {type(error).__name__}: {' '.join(str(error).split())}")

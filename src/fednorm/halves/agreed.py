@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 
 from fednorm.core.method import Method
-from fednorm.core.optim import Optimizer, optimizer
+from fednorm.core.optim import Optimizer
 from fednorm.core.phases import PhaseId, Purpose
-from fednorm.core.schedule import lr_factor
+from fednorm.core.schedule import lr_factor, warmup_factor
 from fednorm.core.state import Kind, Tree
 from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared
@@ -26,6 +26,7 @@ class Agreed:
 
     prepared: Prepared
     work: LocalWork
+    optimizer: Optimizer
     device: torch.device
     _phases: dict[PhaseId, PreparedPhase] = field(
         init=False, repr=False, compare=False, default_factory=dict[PhaseId, PreparedPhase]
@@ -34,10 +35,6 @@ class Agreed:
     @property
     def method(self) -> Method:
         return self.prepared.method
-
-    @cached_property
-    def optimizer(self) -> Optimizer:
-        return optimizer(self.work.optimizer, self.work.momentum)
 
     def phase(self, id: PhaseId) -> PreparedPhase:
         """The phase with an address, as it is with this model."""
@@ -68,6 +65,8 @@ class Agreed:
         """The numbers of a client's steps in a round."""
         work = self.work
         lr = work.lr * lr_factor(work.schedule, round, work.rounds)
+        if work.warmup:
+            lr *= warmup_factor(work.warmup, round, work.rounds)
         numbers = {"lr": lr, "momentum": work.momentum, "weight_decay": work.weight_decay}
         for each in self.phase(id).passes:
             numbers |= each.rule.numbers

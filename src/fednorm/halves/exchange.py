@@ -24,6 +24,8 @@ class Exchange:
     phase: PreparedPhase
     cohort: Sequence[int]
     numbers: Mapping[str, float]
+    shares: Mapping[int, float] = field(default_factory=dict[int, float])
+    """of their local steps that slow clients do; all others do all"""
 
     @property
     def purpose(self) -> Purpose:

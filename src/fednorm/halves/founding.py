@@ -30,12 +30,14 @@ def found(
     quorum: float | None = None,
     score_every: int | None = None,
     weights: str = "size",
+    task: str = "",
     device: torch.device | str = "cpu",
 ) -> tuple[Server, dict[str, Welcome]]:
     """The server of a federation of these clients, and what to answer each of them, by name.
 
     Clients are numbered in the order of their names, so the order in which they come changes nothing. Methods that
-    need all data or all clients in one place are refused by name.
+    need all data or all clients in one place are refused by name. Where `task` names one, such as
+    `regression(loss=l1)`, sites with another are refused.
     """
     chosen = parse(method)
     refuse_needs(chosen)
@@ -52,7 +54,7 @@ def found(
     sizes = {number: by_name[name] - num_held(by_name[name], work.val_fraction) for number, name in enumerate(names)}
     work = replace(work, total_steps=work.rounds * typical_steps(work, Counter(sizes.values())))
     agreed = agree(model, chosen, work, weights=weights, device=device)
-    terms = terms_of(agreed, run=run, weights=weights, model=type(model).__name__)
+    terms = terms_of(agreed, run=run, weights=weights, model=type(model).__name__, task=task)
     server = Server(
         agreed,
         range(len(names)),

@@ -20,7 +20,7 @@ from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of these messages; both sides must speak the same."""
 
 
@@ -37,11 +37,14 @@ class LocalWork:
     augmentation: str = "none"
     val_fraction: float = 0.0
     optimizer: str = "sgd"
+    """expression of the local optimizer; both sides must know it"""
     lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 0.0
     decay_vectors: bool = True
     schedule: str = "constant"
+    warmup: float = 0.0
+    """rounds in which the learning rate rises to what the schedule says, or a share below 1 of all"""
     dtype: str = "float32"
     chunk: int = 500
     """examples scored at once"""
@@ -63,6 +66,8 @@ class Terms:
     initial: str
     """digest of the state that all start from"""
     work: LocalWork
+    task: str = ""
+    """name of the task that all sites must have; empty where the server does not say"""
     protocol: int = PROTOCOL
 
     @cached_property

@@ -15,6 +15,7 @@ from fednorm.core.method import Facts, Method, Phase, Rule
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
 from fednorm.errors import ConfigError
+from fednorm.layers.embeddings import refuse_special_embeddings
 from fednorm.layers.keyed import key_names
 from fednorm.pieces.surgery import KeyDropout
 
@@ -31,6 +32,8 @@ class Prepared:
     keyed: tuple[str, ...]
     initial: Tree
     notes: tuple[str, ...]
+    name: str = "the model"
+    """what an error calls the model"""
 
     @property
     def entries(self) -> Iterable[Entry]:
@@ -87,6 +90,7 @@ def prepare(
     dtype: torch.dtype | None = None,
 ) -> Prepared:
     """Apply a method's surgery to a copy of the model, on the host and in this type of number, and list the result."""
+    refuse_special_embeddings(model)
     model = copy.deepcopy(model).to("cpu", dtype)
     notes: list[str] = []
     for part, surgery in method.surgery:
@@ -103,7 +107,9 @@ def prepare(
     if not allow_noop:
         refuse_noop(method, facts, name)
     model.__dict__[_SURGERY_DONE] = tuple(part for part, _ in method.surgery)
-    return Prepared(method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes))
+    return Prepared(
+        method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes), name
+    )
 
 
 def surgery_done(model: nn.Module) -> tuple[str, ...] | None:

@@ -17,11 +17,13 @@ from fednorm import __version__
 from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.state import Tree
 from fednorm.core.step import Probe, StepSpec
-from fednorm.core.task import Task
+from fednorm.core.task import AnyTask
+from fednorm.core.world import steps_done
 from fednorm.data.batches import Batches
 from fednorm.data.pool import Pool, own_pool
 from fednorm.errors import ConfigError, StateError, WireError
 from fednorm.halves.agreed import Agreed
+from fednorm.halves.habits import NO_HABITS, Habits, find_habits
 from fednorm.halves.messages import Hello, Request, Scores, Terms, Update
 from fednorm.halves.mine import ClientState, Mine
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
@@ -38,11 +40,12 @@ class Sites(Agreed):
     """Clients that train here: one at a site, all of them in a simulator, where an engine may train many at once."""
 
     batches: Batches
-    task: Task
+    task: AnyTask
     probes: tuple[Probe, ...] = ()
+    habits: Habits = NO_HABITS
 
-    def step_spec(self, each: PreparedPass, probing: bool = False) -> StepSpec:
-        """The static part of a step."""
+    def step_spec(self, each: PreparedPass, probing: bool = False, mapped: bool = False) -> StepSpec:
+        """The static part of a step; `mapped` for one that is mapped over clients."""
         return StepSpec(
             model=self.prepared.model,
             facts=self.prepared.facts,
@@ -51,31 +54,34 @@ class Sites(Agreed):
             task=self.task,
             tied=self.prepared.tied,
             keyed=self.prepared.keyed,
+            drawing=self.habits.drawing(mapped),
             factors=each.factors,
             spared=frozenset() if self.work.decay_vectors else self.prepared.vectors,
             probes=self.probes if probing else (),
         )
 
-    def steps(self, client: int, phase: PreparedPhase) -> tuple[int, ...]:
-        """Steps a client takes in each pass of a phase."""
-        return tuple(self._steps_of(client, each) for each in phase.passes)
+    def steps(self, client: int, phase: PreparedPhase, share: float = 1.0) -> tuple[int, ...]:
+        """Steps a client takes in each pass of a phase, where a slow one does a share of its local work."""
+        return tuple(self._steps_of(client, each, share) for each in phase.passes)
 
-    def num_steps(self, client: int, phase: PreparedPhase) -> int:
+    def num_steps(self, client: int, phase: PreparedPhase, share: float = 1.0) -> int:
         """Steps a client takes in a phase."""
-        return sum(self.steps(client, phase))
+        return sum(self.steps(client, phase, share))
 
-    def _steps_of(self, client: int, each: PreparedPass) -> int:
+    def _steps_of(self, client: int, each: PreparedPass, share: float) -> int:
         fixed = {"epoch": ("epochs", 1), "batch": ("steps", 1)}
         unit, amount = fixed.get(each.work, (self.work.unit, self.work.amount))
-        return amount if unit == "steps" else amount * self.batches.per_epoch(client)
+        steps = amount if unit == "steps" else amount * self.batches.per_epoch(client)
+        # A pass over all data, or a look at one batch, is a measurement, of which a part would be another one.
+        return steps if share == 1 or each.work in fixed else steps_done(steps, share)
 
     def first_batch(self, phase: PreparedPhase, client: int, used: int) -> int:
         """The batch a client goes on with; a pass over its data starts with an epoch, to see every example once."""
         return used - used % self.batches.per_epoch(client) if phase.phase.work == "epoch" else used
 
-    def job(self, phase: PreparedPhase, client: int, start: Tree, used: int) -> Job:
+    def job(self, phase: PreparedPhase, client: int, start: Tree, used: int, share: float = 1.0) -> Job:
         """A client's work in a phase, after this many batches of its life."""
-        return Job(client, start, self.first_batch(phase, client, used), self.steps(client, phase))
+        return Job(client, start, self.first_batch(phase, client, used), self.steps(client, phase, share))
 
     def with_own_model(self) -> Self:
         """The same with a copy of the model: layers may count their calls, and an engine may replace some."""
@@ -117,7 +123,7 @@ class Site:
         model: nn.Module,
         train: Examples,
         *,
-        task: Task,
+        task: AnyTask,
         test: Examples | None = None,
         mean: tuple[float, ...] = (),
         std: tuple[float, ...] = (),
@@ -127,7 +133,7 @@ class Site:
     ) -> None:
         where = torch.device(device)
         agreed = agree(model, terms.method, terms.work, weights=terms.weights, device=where, allow_noop=allow_noop)
-        refuse_other_terms(terms, agreed)
+        refuse_other_terms(terms, agreed, task.name)
         x, y = (part.to(where) for part in train)
         self.terms = terms
         self.client = client
@@ -135,12 +141,14 @@ class Site:
         self.sites = Sites(
             prepared=agreed.prepared,
             work=agreed.work,
+            optimizer=agreed.optimizer,
             device=where,
             batches=batches_of(own_pool(client, x, y, mean=mean, std=std), agreed),
             task=task,
         )
         if not len(self.sites.batches.rows(client)):
             raise ConfigError(f"client {client} has no training examples; give it data, or a lower val_fraction")
+        self.sites = replace(self.sites, habits=find_habits(self.sites))
         self._test = None if test is None else tuple(part.to(where) for part in test)
         self._trainer = Trainer(self.sites)
 

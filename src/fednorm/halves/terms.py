@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fednorm.core.method import Method, Phase
+from fednorm.core.optimizers import make_optimizer
 from fednorm.core.report import BySize, Uniform
 from fednorm.core.state import digest, entries
 from fednorm.data.streams import batches_per_epoch
@@ -43,7 +44,8 @@ def agree(
     prepared = prepare(model, chosen, allow_noop=allow_noop, name=name, dtype=getattr(torch, work.dtype))
     set_total_steps(prepared.model, work.total_steps)
     prepared.model.to(device)
-    return Agreed(prepared=prepared, work=work, device=torch.device(device))
+    optimizer = make_optimizer(work.optimizer, work.momentum)
+    return Agreed(prepared=prepared, work=work, optimizer=optimizer, device=torch.device(device))
 
 
 def with_weights(method: Method, weights: str) -> Method:
@@ -72,7 +74,7 @@ def typical_steps(work: LocalWork, sizes: Mapping[int, int]) -> int:
     return max(1, round(work.amount * steps / sum(sizes.values())))
 
 
-def terms_of(agreed: Agreed, *, run: str, weights: str = "size", model: str = "") -> Terms:
+def terms_of(agreed: Agreed, *, run: str, weights: str = "size", model: str = "", task: str = "") -> Terms:
     """The terms of a federation whose clients are not in one place; methods that need more are refused by name."""
     refuse_needs(agreed.method)
     return Terms(
@@ -83,6 +85,7 @@ def terms_of(agreed: Agreed, *, run: str, weights: str = "size", model: str = ""
         schema=agreed.schema_digest,
         initial=digest(agreed.prepared.initial),
         work=agreed.work,
+        task=task,
     )
 
 
@@ -101,8 +104,10 @@ def model_digest(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
-def refuse_other_terms(terms: Terms, agreed: Agreed) -> None:
-    """Refuse terms that mean something else here: another version of a method, another model or initial state."""
+def refuse_other_terms(terms: Terms, agreed: Agreed, task: str) -> None:
+    """Refuse terms that mean something else here: another version of a method, another task, model or initial state."""
+    if terms.task and terms.task != task:
+        raise WireError(f"the server's task is '{terms.task}', this site's '{task}'; give both the same")
     check_terms(terms, agreed.schema_digest)
     if terms.initial != digest(agreed.prepared.initial):
         raise WireError(

@@ -45,6 +45,15 @@ def dropped(x: Tensor, key: Tensor, p: float, shape: Sequence[int]) -> Tensor:
     return torch.where(rng.uniform(key, shape) >= p, x / (1 - p), 0)
 
 
+def mask_shape(x: Tensor, spatial: int) -> list[int]:
+    """The shape of a dropout's mask: x's own, or with `spatial` axes one number for each of its channels."""
+    if spatial == 0:
+        return list(x.shape)
+    # Torch reads (C, L) and (C, D, H, W) as one sample, but three axes in Dropout2d as a batch (N, C, L).
+    leading = 1 if x.dim() == spatial + 1 and spatial != 2 else 2
+    return [*x.shape[:leading], *[1] * (x.dim() - leading)]
+
+
 class KeyedDropout(Keyed):
     """Dropout with a keyed mask: y = x * (u >= p) / (1 - p), u uniform in [0, 1).
 
@@ -56,17 +65,10 @@ class KeyedDropout(Keyed):
         self.p = p
         self.spatial = spatial
 
-    def _mask_shape(self, x: Tensor) -> list[int]:
-        if self.spatial == 0:
-            return list(x.shape)
-        # Torch reads (C, L) and (C, D, H, W) as one sample, but three axes in Dropout2d as a batch (N, C, L).
-        leading = 1 if x.dim() == self.spatial + 1 and self.spatial != 2 else 2
-        return [*x.shape[:leading], *[1] * (x.dim() - leading)]
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        return dropped(x, self.next_key(), self.p, self._mask_shape(x)) if self.p < 1 else x * 0
+        return dropped(x, self.next_key(), self.p, mask_shape(x, self.spatial)) if self.p < 1 else x * 0
 
     def extra_repr(self) -> str:
         return f"p={self.p}, spatial={self.spatial}"

@@ -1,9 +1,9 @@
 """The built-in methods, one file each; importing this package registers them all.
 
-So this is where to take `known_methods` and `parse` from.
+So this is where to take `known_methods`, `parse` and `register` from: a name of your own then meets theirs.
 """
 
-from fednorm.core.registry import known_methods, parse
+from fednorm.core.registry import known_methods, parse, register
 from fednorm.methods import (  # noqa: F401
     centralized,
     decoupled,
@@ -23,4 +23,4 @@ from fednorm.methods import (  # noqa: F401
     statistics,
 )
 
-__all__ = ["known_methods", "parse"]
+__all__ = ["known_methods", "parse", "register"]

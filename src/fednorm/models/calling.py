@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fednorm.errors import ConfigError, unknown
+from fednorm.core.user_code import failed
+from fednorm.errors import ConfigError, FednormError, unknown
 
 
 def accepted_keywords(factory: Callable[..., Any]) -> list[str] | None:
@@ -41,7 +42,12 @@ def call_factory(
         inspect.signature(factory).bind(**keywords)
     except TypeError as error:
         raise ConfigError(f"model '{name}' cannot be built: {error}; give it as an option of the model") from None
-    model = factory(**keywords)
+    try:
+        model = factory(**keywords)
+    except FednormError:
+        raise
+    except Exception as error:
+        raise failed(f"model '{name}' cannot be built", error) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model '{name}' must return a torch.nn.Module; it returned {type(model).__name__}")
     return model

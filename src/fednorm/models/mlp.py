@@ -23,7 +23,7 @@ class FlatNet(nn.Module):
 
 @register_model(
     "mlp_bn",
-    summary="linear layers with BatchNorm1d on the flattened image; options width and depth of the hidden layers",
+    summary="linear layers with BatchNorm1d on a vector or flattened image; options width and depth of hidden layers",
     paper="this project's own",
     image_size=28,
 )

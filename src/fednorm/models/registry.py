@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from fednorm.core.extending import check_name, load_installed, summary_of
 from fednorm.errors import unknown
 from fednorm.models import zoo
 from fednorm.models.calling import accepted_keywords, call_factory, check_positive
@@ -18,12 +19,13 @@ _SIZES = ("num_classes", "in_channels", "image_size")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """One built-in model: what it is, where it comes from, and the sizes it has unless told otherwise."""
+    """A model by name: what it is, where it comes from, and the sizes it has unless told otherwise."""
 
     name: str
-    summary: str
-    paper: str
+    summary: str = ""
+    paper: str = ""
     task: Literal["classification", "segmentation"] = "classification"
+    inputs: Literal["images", "tokens"] = "images"
     image_size: int = 32
     num_classes: int = 10
     make: Callable[..., nn.Module]
@@ -37,20 +39,44 @@ class ModelInfo:
 MODELS: dict[str, ModelInfo] = {}
 
 
-def register_model(name: str, **info: Any) -> Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]:
-    """Enter a factory into `MODELS`; it takes those of num_classes, in_channels, image_size it needs, then options."""
+Make = TypeVar("Make", bound=Callable[..., nn.Module])
 
-    def enter(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        if name in MODELS:
-            raise ValueError(f"model '{name}' is registered twice")
-        MODELS[name] = ModelInfo(name=name, make=make, **info)
+
+def register_model(
+    name: str,
+    *,
+    summary: str = "",
+    paper: str = "",
+    task: Literal["classification", "segmentation"] = "classification",
+    image_size: int = 32,
+    num_classes: int = 10,
+) -> Callable[[Make], Make]:
+    """Make a function or class available as a model under a name.
+
+    It takes those of num_classes, in_channels, image_size that it has use for, and its other keywords are options:
+    `@register_model("my_net")` above `def my_net(num_classes, width=16)` is `--model "my_net(width=32)"`.
+    """
+
+    def enter(make: Make) -> Make:
+        known = MODELS.get(name)
+        check_name("model", name, make, known.make if known else None)
+        MODELS[name] = ModelInfo(
+            name=name,
+            summary=summary_of(make, summary),
+            paper=paper,
+            task=task,
+            image_size=image_size,
+            num_classes=num_classes,
+            make=make,
+        )
         return make
 
     return enter
 
 
 def list_models() -> list[str]:
-    """The names of the built-in models; `timm:NAME`, `torchvision:NAME` and `package.module:factory` come on top."""
+    """The names of all models; `timm:NAME`, `torchvision:NAME` and `package.module:factory` come on top."""
+    load_installed()
     return list(MODELS)
 
 
@@ -71,6 +97,8 @@ def build(
     >>> sum(p.numel() for p in build("resnet20").parameters())
     269722
     """
+    if name not in MODELS and ":" not in name:
+        load_installed()
     info = MODELS.get(name)
     sizes = {
         "num_classes": num_classes if num_classes is not None else info.num_classes if info else 10,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fednorm.core.user_code import failed
 from fednorm.errors import ConfigError, first_line, require, unknown
 from fednorm.models.calling import call_factory
 
@@ -103,6 +104,8 @@ def _find_factory(name: str, source: str, target: str) -> Callable[..., Any]:
         raise ConfigError(
             f"model '{name}': there is no module '{source}'; run in its folder or put that on PYTHONPATH"
         ) from None
+    except (Exception, SystemExit) as error:  # a script without a guard may even end Python
+        raise failed(f"model '{name}': module '{source}' cannot be imported", error) from error
     if not hasattr(module, target):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise unknown(f"in module '{source}', factory", target, functions)

@@ -86,29 +86,11 @@ def _dropout_axes(module: nn.Module) -> int | None:
     return None
 
 
-def _refuse_hidden_randomness(model: nn.Module) -> None:
-    """Layers that draw from torch's hidden generator in a way no key can replace."""
-    for name, module in model.named_modules():
-        draws = (
-            (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
-            or (isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1)
-            or (isinstance(module, _DropoutNd) and module.p > 0 and _dropout_axes(module) is None)
-            or isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
-        )
-        if draws:
-            raise ConfigError(
-                f"layer '{name or '(root)'}' ({type(module).__name__}) draws random numbers that cannot be keyed; "
-                "set its dropout to 0 or use nn.Dropout in its place"
-            )
-
-
 @dataclass(frozen=True)
 class KeyDropout:
-    """Dropout and its channel-wise kin draw keyed masks; layers whose randomness is out of reach are refused."""
+    """Dropout and its channel-wise kin draw keyed masks; what draws in functions is keyed as they run."""
 
     def __call__(self, model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
-        _refuse_hidden_randomness(model)
-
         def make(name: str, module: nn.Module) -> nn.Module:
             old = cast(_DropoutNd, module)
             return KeyedDropout(old.p, _dropout_axes(old) or 0).train(old.training)

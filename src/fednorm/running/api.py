@@ -1,12 +1,10 @@
-"""Runs from Python: `run` plays one method, `compare` several, `resume` goes on where a folder stopped."""
+"""Runs from Python: `run` plays one method; `compare` and `resume` have files of their own."""
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,28 @@ from torch import nn
 
 from fednorm.core.method import Method
 from fednorm.core.state import digest
-from fednorm.data.digest import data_digests
+from fednorm.core.task import AnyTask
 from fednorm.data.federation import Federation
-from fednorm.data.given import Examples, from_clients
+from fednorm.data.given import Examples
 from fednorm.engines.ranks import Alone, join
-from fednorm.errors import CheckpointError, ConfigError, FednormError, unknown
-from fednorm.files import read_json, write_json
-from fednorm.running.config import RunConfig, all_fields, differences, from_dict, to_dict, updated
-from fednorm.running.evaluate import global_model
+from fednorm.errors import ConfigError, FednormError, unknown
+from fednorm.files import write_json
+from fednorm.running.config import RunConfig, all_fields, updated
+from fednorm.running.extensions import warn_of_changes, with_extensions
 from fednorm.running.folder import RunFolder
+from fednorm.running.given import Objects, check_given, check_stored, gathered, read_config, read_stored, stored_config
 from fednorm.running.in_step import play_in_step
-from fednorm.running.plan import Plan, make_plan
-from fednorm.running.records import OnRow, RunId, RunResult
+from fednorm.running.own_files import settled_by_files
+from fednorm.running.plan import Plan
+from fednorm.running.records import OnRow, RoundRow, RunId, RunResult
 from fednorm.running.results import Result, summarise
 from fednorm.running.run import Run
 from fednorm.running.same_program import engine_maker
+from fednorm.running.stopping import Interrupted, Stop, orderly_stop
 from fednorm.running.store import Store, save_tree
 from fednorm.running.threads import threads_of
+from fednorm.running.trained import Trained, Which, model_of
+from fednorm.running.trial import try_out
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,6 @@ class Playable:
     store: Store
     folder: RunFolder | None = None
     on_row: OnRow | None = None
-
-
-@dataclass(frozen=True)
-class Objects:
-    """Objects given in Python in place of names in the config."""
-
-    model: nn.Module | None = None
-    federation: Federation | None = None
-    method: Method | None = None
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name, value in vars(self).items() if value is not None]
 
 
 def settings_to_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,112 +64,92 @@ def settings_to_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def described(
+    config: RunConfig | None, named: Mapping[str, Any], use: Sequence[str], settings: Mapping[str, Any]
+) -> RunConfig:
+    """The config that keywords of `run` and `compare` describe, those that are names; what it uses is imported."""
+    config = updated(config or RunConfig(), settings_to_fields(settings))
+    config = updated(config, {field: name for field, name in named.items() if isinstance(name, str)})
+    given = {*settings_to_fields(settings), *(field for field, value in named.items() if value is not None)}
+    return settled_by_files(with_extensions(replace(config, use=(*config.use, *use))), given)
+
+
 def run(
     config: RunConfig | None = None,
     *,
+    method: str | Method | None = None,
     model: nn.Module | str | None = None,
     clients: Sequence[Examples] | None = None,
     test: Sequence[Examples] | Examples | None = None,
     federation: Federation | None = None,
-    method: str | Method | None = None,
+    task: str | AnyTask | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     on_row: OnRow | None = None,
+    use: Sequence[str] = (),
     **settings: Any,
 ) -> Result:
     """Play one method and return its result.
 
     Everything has a default: `run(method="fixbn")` trains a small ResNet on the embedded images. `model` takes any
-    `nn.Module` or a name, `clients` one (x, y) pair or `Dataset` per client with `test` for all or for each,
-    `settings` any field of the config (`rounds=100, lr=0.1`). With `out` the run leaves a folder; `resume=True` goes
-    on in it.
+    `nn.Module` or a name, `task` a `fednorm.Task` or an expression, `clients` one (x, y) pair or `Dataset` per client
+    with `test` for all or for each, `settings` any field of the config (`rounds=100, lr=0.1`), `use` files or modules
+    that register names. `on_row` is told after every round which run and its row; raising `fednorm.Stop` in it ends
+    the run there. With `out` the run leaves a folder; `resume=True` goes on in it.
     """
-    if clients is not None:
-        if test is None:
-            raise ConfigError("clients were given without test data; pass test=(x, y), or a list with one per client")
-        federation = from_clients(clients, test)
-    config = updated(config or RunConfig(), settings_to_fields(settings))
-    names = {"method": method, "model": model}
-    config = updated(config, {field: name for field, name in names.items() if isinstance(name, str)})
-    objects = Objects(
-        model if isinstance(model, nn.Module) else None, federation, method if isinstance(method, Method) else None
-    )
-    if objects.method:
-        config = updated(config, {"method": objects.method.name})
-    if federation is not None:
-        config = updated(config, {"data.name": federation.name, "data.clients": len(federation.clients)})
+    config = described(config, {"method": method, "model": model, "task": task}, use, settings)
+    objects = gathered(model, clients, test, federation, method, task or config.task)
+    config = objects.named(config)
     ranks = join(config.engine.device)
-    plan = make_plan(config, model=objects.model, federation=federation, method=objects.method)
-    if out is None or not ranks.first:
-        return Result((play(Playable(plan, Store(), None, on_row)),))
-    folder, expected = RunFolder(Path(out)), stored_config(plan.config, objects)
+    folder = RunFolder(Path(out)) if out is not None and ranks.first else None
+    if folder and not (resume and folder.config.exists()):
+        folder.refuse_place()
+    plan = objects.plan(config)
+    try_out(plan, objects.model)
+    if folder is None:
+        return in_memory(plan, on_row)
+    expected = stored_config(plan.config, objects)
     if not (resume and folder.config.exists()):
         folder.create(expected)
-    return resume_folder(folder, objects=objects, expected=expected, plan=plan, on_row=on_row)
+    check_stored(folder, expected)
+    warn_of_changes(read_stored(folder).get("use_sha256", {}))
+    return resume_folder(folder, objects=objects, plan=plan, on_row=on_row)
 
 
-def stored_config(config: RunConfig, objects: Objects) -> dict[str, Any]:
-    """What config.json holds: the resolved config, and which of its parts were objects given in Python."""
-    stored = {**to_dict(config), "given": objects.names}
-    return stored if objects.federation is None else {**stored, "given_data": data_digests(objects.federation)}
-
-
-def refuse_other_data(folder: RunFolder, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Data given in Python have no name that a config could compare, so their digests are compared."""
-    before, now = (each.get("given_data") or {} for each in (stored, expected))
-    changed = [part for part in now if before.get(part) != now[part]] if before else []
-    if changed:
-        raise ConfigError(
-            f"'{folder.path}' was started with other data: {', '.join(changed)} differ; "
-            "give the data it was started with, or another folder"
-        )
-
-
-def read_config(folder: RunFolder) -> tuple[RunConfig, Mapping[str, Any] | None]:
-    """The config in a folder, and for a comparison its methods and seeds."""
-    stored = read_json(folder.config)
-    if not isinstance(stored, dict) or not stored.keys() & {"given", "compare"}:
-        raise CheckpointError(f"'{folder.config}' is not the config of a run; give a folder that fednorm made")
-    config = from_dict({key: value for key, value in stored.items() if key not in ("given", "given_data", "compare")})
-    comparison = stored.get("compare")
-    if "compare" in stored and (not isinstance(comparison, dict) or comparison.keys() != {"methods", "seeds"}):
-        raise CheckpointError(f"'{folder.config}' is not the config of a comparison; give a folder that fednorm made")
-    return config, comparison
+def in_memory(plan: Plan, on_row: OnRow | None = None) -> Result:
+    """Play a plan that leaves no folder; its models stay in reach of the result."""
+    if plan.config.keep_every:
+        raise ConfigError(f"keep_every={plan.config.keep_every} writes into the run's folder; give out=DIR")
+    store = Store()
+    summary = play(Playable(plan, store, None, on_row))
+    return Result((summary,), None, (Trained(plan, store),))
 
 
 def resume_folder(
     folder: RunFolder,
     *,
     objects: Objects | None = None,
-    expected: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
     on_row: OnRow | None = None,
+    allow_code: bool = False,
+    use: Sequence[str] = (),
 ) -> Result:
     """Start or continue the run of a folder; a finished one returns its result."""
-    stored = read_json(folder.config)
     objects = objects or Objects()
-    if not isinstance(stored, dict) or "given" not in stored:
-        raise CheckpointError(f"'{folder.config}' is not the config of a run; give a folder that fednorm made")
-    if expected is not None and expected != stored:
-        refuse_other_data(folder, stored, expected)
-        raise ConfigError(f"'{folder.path}' was started with another config: {differences(stored, expected)}")
-    if stored["given"] != objects.names:
-        raise ConfigError(
-            f"'{folder.path}' was started from Python with its own {', '.join(stored['given'])}; "
-            f"continue it with fednorm.run(..., out='{folder.path}', resume=True)"
-        )
-    config = plan.config if plan else read_config(folder)[0]
-    if not join(config.engine.device).first:
-        return Result((play(Playable(plan or make_plan(config), Store())),))
-    with opened(folder, plan=plan, on_row=on_row) as playable:
-        return Result((play(playable),), str(folder.path))
+    check_given(folder, read_stored(folder), objects)
+    if plan is None:
+        plan = objects.plan(read_config(folder, allow_code=allow_code, use=use)[0])
+    if not join(plan.config.engine.device).first:
+        return in_memory(plan)
+    with opened(folder, plan, on_row=on_row) as playable:
+        summary = play(playable)
+    return Result((summary,), str(folder.path), (Trained(plan, folder.state),))
 
 
 @contextmanager
-def opened(folder: RunFolder, *, plan: Plan | None = None, on_row: OnRow | None = None) -> Iterator[Playable]:
-    """Hold the run of a folder, with its plan and its store open."""
+def opened(folder: RunFolder, plan: Plan, *, on_row: OnRow | None = None) -> Iterator[Playable]:
+    """Hold the run of a folder, with its store open."""
     with folder.locked():
-        plan = plan or make_plan(read_config(folder)[0])
         store = Store(folder.state)
         try:
             yield Playable(plan, store, folder, on_row)
@@ -206,7 +176,7 @@ def play_all(playables: Sequence[Playable]) -> list[RunResult]:
         make = engine_maker([playable.plan for playable in playables])
         runs = {Run(playable.plan, playable.store, ranks, make): playable for playable in playables}
         told, errors, signalled = _tell_rows(runs, ranks)
-    ended = [run for run in runs if told[run] == run.plan.config.rounds and run not in errors]
+    ended = [run for run in runs if (run.stopped or told[run] == run.plan.config.rounds) and run not in errors]
     summaries = [_finish(run, runs[run].folder, ranks) for run in ended]
     if signalled:
         raise Interrupted(signalled)
@@ -235,12 +205,13 @@ def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, in
                 continue
             if run in writers:
                 writers[run](news)
-            on_row = runs[run].on_row
-            if on_row and ranks.first:
-                on_row(RunId(run.plan.method.name, run.plan.config.seed), news)
+            wants_stop = _tell(run, news, runs[run].on_row if ranks.first and not run.stopped else None)
             told[run] = news["round"]
-            signalled = max(ranks.tell_all(stopped))
-            going = [each for each in runs if each.round < each.plan.config.rounds and each not in errors]
+            signals, wishes = zip(*ranks.tell_all(lambda wish=wants_stop: (stopped(), wish)), strict=True)
+            if any(wishes):
+                run.stop_early()
+            signalled = max(signals)
+            going = [each for each in runs if not each.over and each not in errors]
             if signalled and going:
                 for each in going:
                     each.stop()
@@ -248,61 +219,48 @@ def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, in
     return told, errors, 0
 
 
+def _tell(run: Run, row: RoundRow, on_row: OnRow | None) -> bool:
+    """Tell who watches of a round; whether they want it to be the last."""
+    try:
+        if on_row:
+            on_row(RunId(run.plan.method.name, run.plan.config.seed), row)
+    except Stop:
+        return True
+    return False
+
+
 def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> RunResult:
-    """The summary of a run that was played to its end, and in its folder all that it leaves."""
+    """The summary of a run that was played to its end or stopped early, and in its folder all that it leaves."""
     plan = run.plan
     summary = ranks.tell_first(lambda: _summary(plan, run))
     if folder:
-        save_model(plan, run, folder.model)
+        if run.stopped:  # rounds that were on their way when it was stopped
+            with folder.metrics_open(run.store.rows()):
+                pass
+        save_model(plan, run.store, folder.model)
+        if plan.config.keep == "best":
+            save_model(plan, run.store, folder.best, "best")
         write_json(folder.result, Result((summary,)).to_json())
     return summary
 
 
 def _summary(plan: Plan, run: Run) -> RunResult:
-    return summarise(
+    summary = summarise(
         list(run.store.rows()),
         method=plan.method.name,
         seed=plan.config.seed,
         rounds=plan.config.rounds,
         metric=plan.task.metric,
+        higher_is_better=plan.task.higher_is_better,
+        percent=plan.task.percent,
         digest=digest(run.server.tree),
-        notes=plan.prepared.notes,
+        notes=[*plan.prepared.notes, *run.notes()],
+        ran=run.store.facts().get("ran") or run.ran(),
     )
+    names = plan.federation.client_names
+    return {**summary, "client_names": list(names)} if names else summary
 
 
-def save_model(plan: Plan, run: Run, path: Path) -> None:
+def save_model(plan: Plan, store: Store, path: Path, which: Which = "last") -> None:
     """Write the global model as plain safetensors; entries that stayed local are their clients' mean."""
-    state = global_model(plan, plan.evaluated(-1), run.server.tree, run.store)
-    tensors = {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}
-    save_tree(path, tensors, {"method": plan.method.name, "model": plan.config.model})
-
-
-class Interrupted(Exception):
-    """The run was asked to stop by a signal and did, between two rounds."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
-
-
-@contextmanager
-def orderly_stop() -> Iterator[Callable[[], int]]:
-    """Let the first SIGINT or SIGTERM finish the round; a second one stops at once. Yields "which signal came?"."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: 0
-        return
-    came = [0]
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, frame: Any) -> None:
-        if came[0]:
-            raise Interrupted(number)
-        came[0] = number
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield lambda: came[0]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    save_tree(path, model_of(plan, store, which=which), {"method": plan.method.name, "model": plan.config.model})

@@ -5,91 +5,150 @@ They are played one after the other, in processes, or on a GPU those that are th
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import queue as queues
-import signal
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fednorm.engines.machine import refuse_ranks
-from fednorm.errors import CheckpointError, ConfigError, FednormError
-from fednorm.files import read_json, write_json
+from torch import nn
+
+from fednorm.core.method import Method
+from fednorm.core.task import AnyTask
+from fednorm.data.federation import Federation
+from fednorm.data.given import Examples
+from fednorm.engines.machine import find_device, refuse_ranks
+from fednorm.errors import ConfigError
+from fednorm.files import write_json
 from fednorm.methods import parse
-from fednorm.running.api import Interrupted, Objects, opened, orderly_stop, play_all, stored_config
-from fednorm.running.config import RunConfig, from_dict, to_dict, updated
+from fednorm.running.api import described
+from fednorm.running.cells import Cell, cells_in, packs, play_cells
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.extensions import warn_of_changes, with_extensions
 from fednorm.running.folder import RunFolder
-from fednorm.running.plan import make_plan
-from fednorm.running.records import OnRow, RoundRow, RunId, RunResult, read_result
+from fednorm.running.given import (
+    Objects,
+    check_given,
+    check_stored,
+    gathered,
+    given_names,
+    read_config,
+    read_stored,
+    stored_config,
+)
+from fednorm.running.in_processes import play_in_processes
+from fednorm.running.records import OnRow
 from fednorm.running.results import Result
-from fednorm.running.same_program import shares_stack
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run of a comparison."""
-
-    id: RunId
-    folder: RunFolder
-    config: RunConfig
+from fednorm.running.trained import Trained
+from fednorm.running.trial import try_out
 
 
 def compare(
-    methods: Sequence[str],
-    *,
+    methods: Sequence[str | Method],
     config: RunConfig | None = None,
+    *,
+    model: nn.Module | str | None = None,
+    task: str | AnyTask | None = None,
+    clients: Sequence[Examples] | None = None,
+    test: Sequence[Examples] | Examples | None = None,
+    federation: Federation | None = None,
     seeds: Sequence[int] = (0,),
-    out: str | Path,
+    out: str | Path | None = None,
+    resume: bool = False,
     jobs: int = 1,
     on_row: OnRow | None = None,
+    use: Sequence[str] = (),
+    **settings: Any,
 ) -> Result:
     """Run every method with every seed on the same data and model, and return all results.
 
-    `jobs` processes work at a time, on one CPU thread each.
+    All but `methods`, `seeds` and `jobs` is as in `run`; raising `fednorm.Stop` in `on_row` ends the run whose row it
+    was. `jobs` processes work at a time. On a CPU each run has one thread unless `engine.threads` says more, so that
+    what comes out does not depend on `jobs`. Without `out` all files are gone with the result.
     """
-    refuse_ranks("a comparison")
-    config = config or RunConfig()
-    if jobs > 1:
-        config = updated(config, {"engine.threads": 1})
-    folder = RunFolder(Path(out))
-    names = _distinct([parse(method).name for method in methods], "method")
-    wanted = {"compare": {"methods": names, "seeds": _distinct(seeds, "seed")}, **to_dict(config)}
-    cells = _cells(wanted, folder)
-    for cell in cells:  # everything that can be refused is refused before anything is written
-        if cell.id.seed == seeds[0]:
-            make_plan(cell.config)
-    folder.create(wanted)
-    return resume_comparison(folder, jobs=jobs, on_row=on_row)
-
-
-def resume_comparison(folder: RunFolder, *, jobs: int = 1, on_row: OnRow | None = None) -> Result:
-    """Play what is left of a comparison and write its joint result."""
-    refuse_ranks("a comparison")
-    stored = read_json(folder.config)
-    with folder.locked():
-        cells = _cells(stored, folder)
-        for cell in cells:
-            if not cell.folder.config.exists():
-                cell.folder.create(stored_config(cell.config, Objects()))
-        pending = [cell for cell in cells if not cell.folder.result.exists()]
-        if jobs > 1 and len(pending) > 1:
-            _play_in_processes(pending, jobs, on_row)
-        else:
-            for cells_together in _packs(pending):
-                _play(cells_together, on_row)
-        result = Result(tuple(_result_of(cell) for cell in cells), str(folder.path))
-        write_json(folder.result, result.to_json())
+    config = described(config, {"model": model, "task": task}, use, settings)
+    objects = gathered(model, clients, test, federation, None, task or config.task)
+    methods = [methods] if isinstance(methods, str | Method) else methods
+    named = {each.name: each for each in methods if isinstance(each, Method)}
+    config, names = settled(methods, objects.named(config), seeds, jobs)
+    given = {"given": given_names(objects, named)}
+    wanted = {"compare": {"methods": names, "seeds": list(seeds)}, **stored_config(config, objects), **given}
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix="fednorm-") if out is None else out))
+    try:
+        cells = cells_in(wanted, folder, objects, named)
+        if not (resume and folder.config.exists()):
+            folder.refuse_place()
+            for cell in cells:  # everything that can be refused is refused before anything is written
+                if cell.id.seed == seeds[0]:
+                    try_out(cell.plan(), objects.model)
+            folder.create(wanted)
+        check_stored(folder, wanted)
+        warn_of_changes(read_stored(folder).get("use_sha256", {}))
+        result = play_comparison(folder, cells, jobs=jobs, on_row=on_row)
+    except BaseException:
+        if out is None:
+            shutil.rmtree(folder.path)
+        raise
+    if out is None:
+        result = replace(result, folder=None)
+        weakref.finalize(result, shutil.rmtree, folder.path, ignore_errors=True)
     return result
 
 
-def _result_of(cell: Cell) -> RunResult:
-    path = cell.folder.result
-    return read_result(read_json(path), f"'{path}'")["runs"][0]
+def settled(
+    methods: Sequence[str | Method], config: RunConfig, seeds: Sequence[int], jobs: int
+) -> tuple[RunConfig, list[str]]:
+    """The config of a comparison's runs and the names of its methods, or a refusal of what cannot be compared."""
+    refuse_ranks("a comparison")
+    config = with_extensions(config)
+    names = _distinct([parse(method).name for method in methods], "method")
+    _distinct(seeds, "seed")
+    # The engine `auto` has one thread anyway, and may take other cores for workers where it was not given one.
+    alone = jobs == 1 and (config.engine.name == "auto" or find_device(config.engine.device).type != "cpu")
+    threads = config.engine.threads or (0 if alone else 1)
+    return updated(config, {"engine.threads": threads}), names
+
+
+def cells_of(
+    folder: RunFolder,
+    *,
+    objects: Objects | None = None,
+    methods: Mapping[str, Method] | None = None,
+    allow_code: bool = False,
+    use: Sequence[str] = (),
+) -> list[Cell]:
+    """The runs of the comparison in a folder, with the objects it was started with."""
+    refuse_ranks("a comparison")
+    objects, methods = objects or Objects(), methods or {}
+    stored = read_stored(folder)
+    config, _ = read_config(folder, allow_code=allow_code, use=use)
+    check_given(folder, stored, objects, methods)
+    with_extensions(config)
+    return cells_in(stored, folder, objects, methods)
+
+
+def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_row: OnRow | None) -> Result:
+    """Play what is left of some runs and write their joint result."""
+    data = read_stored(folder).get("given_data")  # whoever made the cells compared them
+    with folder.locked():
+        for cell in cells:
+            expected = stored_config(cell.config, cell.objects, data)
+            if not cell.folder.config.exists():
+                cell.folder.create(expected)
+            check_stored(cell.folder, expected)  # it may have come from elsewhere, and would be believed
+        pending = [cell for cell in cells if not cell.is_done]
+        if jobs > 1 and len(pending) > 1:
+            play_in_processes(pending, jobs, on_row)
+        else:
+            for together in packs(pending):
+                play_cells(together, on_row)
+        trained = tuple(Trained(cell.plan, cell.folder.state) for cell in cells)
+        result = Result(tuple(cell.result() for cell in cells), str(folder.path), trained)
+        write_json(folder.result, result.to_json())
+    return result
 
 
 def _distinct(values: Sequence[Any], what: str) -> list[Any]:
@@ -99,96 +158,6 @@ def _distinct(values: Sequence[Any], what: str) -> list[Any]:
         if list(values).count(value) > 1:
             raise ConfigError(f"{what} '{value}' is given twice; name each once")
     return list(values)
-
-
-def _cells(stored: Mapping[str, Any], folder: RunFolder) -> list[Cell]:
-    try:
-        methods, seeds = stored["compare"]["methods"], stored["compare"]["seeds"]
-    except (KeyError, TypeError):
-        raise CheckpointError(f"'{folder.config}' is not the config of a comparison") from None
-    base = from_dict({key: value for key, value in stored.items() if key != "compare"})
-    ids = [RunId(method, seed) for seed in seeds for method in methods]
-    return [Cell(id, RunFolder(folder.path / id.file_name), updated(base, id._asdict())) for id in ids]
-
-
-def _packs(pending: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells to be played in step, since they seem to be the same program on a device where that is worth it."""
-    packs: list[list[Cell]] = []
-    for cell in pending:
-        for pack in packs:
-            if shares_stack(pack[0].config, cell.config):
-                pack.append(cell)
-                break
-        else:
-            packs.append([cell])
-    return packs
-
-
-def _play(cells: Sequence[Cell], on_row: OnRow | None) -> None:
-    with ExitStack() as held:
-        play_all([held.enter_context(opened(cell.folder, on_row=on_row)) for cell in cells])
-
-
-def _work(cell: Cell, told: Any) -> None:
-    """A worker process: play one run, tell its rows, and tell how it ended."""
-
-    def tell(run: RunId, row: RoundRow) -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():
-            raise Interrupted(signal.SIGTERM)  # killed: nobody would read on, and whoever resumes wants the folder
-        told.put((run, row))
-
-    try:
-        _play([cell], tell)
-    except FednormError as error:
-        told.put((cell.id, error))
-    except Interrupted:
-        pass
-
-
-def _play_in_processes(pending: Sequence[Cell], jobs: int, on_row: OnRow | None) -> None:
-    # Fresh interpreters: a fork of a process that has used torch's threads may hang.
-    context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # whose start would undo the block of signals below
-    told = context.Queue()
-    waiting = list(pending)
-    working: dict[BaseProcess, Cell] = {}
-    asked_to_end: set[BaseProcess] = set()
-    failure: FednormError | None = None
-    with orderly_stop() as stopped:
-        while waiting or working:
-            while waiting and len(working) < jobs and not stopped() and failure is None:
-                cell = waiting.pop(0)
-                process = context.Process(target=_work, args=(cell, told))
-                # A worker inherits the block: Ctrl-C in a terminal reaches this process alone, which ends the others.
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                process.start()
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-                working[process] = cell
-            try:
-                run, news = told.get(timeout=0.2)
-                if isinstance(news, FednormError):
-                    failure = failure or news
-                elif on_row:
-                    on_row(run, news)
-            except queues.Empty:
-                pass
-            if stopped() or failure:
-                waiting.clear()
-                for process in working.keys() - asked_to_end:
-                    process.terminate()
-                    asked_to_end.add(process)  # asked twice, a worker would not finish its round
-            for process in [process for process in working if not process.is_alive()]:
-                cell = working.pop(process)
-                process.join()
-                if process.exitcode and not stopped() and failure is None:
-                    failure = FednormError(
-                        f"the process of {cell.id.method}, seed {cell.id.seed}, ended with {process.exitcode}"
-                    )
-        if stopped():
-            raise Interrupted(stopped())
-    if failure:
-        raise failure
 
 
 def usable_jobs(limit: int) -> int:

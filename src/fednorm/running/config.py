@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fednorm.core.schedule import check_warmup
+from fednorm.data.from_files.source import find_source
 from fednorm.errors import ConfigError, unknown
 
 
@@ -19,7 +21,7 @@ class DataConfig:
     """Which data, and how it is spread over the clients."""
 
     name: str = "fashion_mnist_small"
-    """data set; `fednorm datasets` lists them"""
+    """data set (`fednorm datasets` lists them), or your own: folder:DIR, table:FILE, npz:FILE"""
     dir: str | None = None
     """folder with the data sets; default: the environment variable FEDNORM_DATA"""
     partition: str = "shards"
@@ -34,6 +36,26 @@ class DataConfig:
     """share of each client's training data set aside to choose the best round"""
     train_limit: int | None = None
     """use at most this many training examples"""
+    size: int | None = None
+    """pixels a side that images are brought to; default: as they are"""
+    target: str | None = None
+    """column of a table to be predicted; several, with commas between, for many labels or numbers"""
+    client: str | None = None
+    """column of a table that names each row's client; default: the partition deals the rows"""
+    split: str | None = None
+    """column of a table that says train or test; default: a share of each client's rows is drawn for tests"""
+    features: tuple[str, ...] = ()
+    """columns of a table to learn from; default: all others"""
+    categories: tuple[str, ...] = ()
+    """columns of a table whose numbers are codes, to be treated as categories"""
+    standardize: Literal["pooled", "client", "none"] = "pooled"
+    """whose mean and deviation a table's numbers are scaled by: of all training clients, each client's own, or none"""
+    missing: Literal["refuse", "mean"] = "refuse"
+    """what becomes of missing numbers in a table: refused by row and column, or replaced by the mean"""
+    test_fraction: float = 0.2
+    """share of each client's rows set aside for tests, where your files do not say which"""
+    digest: str | None = None
+    """digest of your own files when the run began; other data are refused"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +68,10 @@ class TrainConfig:
     """passes over its data a client makes in a round (exclusive with local_steps)"""
     batch_size: int = 20
     """examples in a client's batch"""
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """local optimizer"""
+    optimizer: str = "sgd"
+    """local optimizer: sgd, sgd(nesterov=true), adam(beta1=0.9,beta2=0.999,eps=1e-8), adamw(...), or one of your own"""
+    nesterov: bool = False
+    """whether the momentum of sgd is Nesterov's"""
     lr: float = 0.05
     """learning rate of the first round"""
     momentum: float = 0.9
@@ -58,6 +82,8 @@ class TrainConfig:
     """whether weight decay also acts on vectors: gamma, beta and biases"""
     schedule: str = "constant"
     """learning rate by round: constant, step (x0.1 at 50 % and 75 %), step(factor=0.1,at=0.3/0.6), cosine, linear"""
+    warmup: float = 0.0
+    """rounds in which the learning rate rises to what the schedule says, or a share of all rounds below 1"""
     augment: str = "none"
     """augmentation of training batches: none, flip, crop(2)+flip"""
     weights: Literal["size", "uniform"] = "size"
@@ -105,6 +131,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """What goes wrong with clients; keyed by seed, round and client, so the same in every engine."""
+
+    dropout: float = 0.0
+    """probability that a client drawn for a round is gone and takes no part in it; one client always stays"""
+    stragglers: float = 0.0
+    """probability that a client is slow in a round and does only a part of its local steps"""
+    slowness: float = 0.5
+    """least share of its steps that a slow client does; the share is drawn evenly from here up to 1"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run: one method, one seed."""
 
@@ -112,20 +150,33 @@ class RunConfig:
     """method expression, such as fixbn or fedprox(mu=0.01)+gn"""
     model: str = "small_resnet"
     """model name, such as resnet20(shortcut=B), timm:NAME, package.module:factory"""
+    task: str | None = None
+    """what outputs mean: classification(weights=balanced), multilabel, regression(loss=l1); default: the data's own"""
     rounds: int = 40
     """communication rounds"""
     clients_per_round: int | None = None
-    """clients drawn for each round; default: all"""
+    """clients drawn for each round; default: all (exclusive with client_fraction)"""
+    client_fraction: float | None = None
+    """share of the clients drawn for each round, at least one client (exclusive with clients_per_round)"""
     seed: int = 0
     """seed of everything random"""
     init: str | None = None
-    """safetensors file to start from"""
+    """safetensors file to start from: of the model, or of a run with the same method"""
+    init_partial: bool = False
+    """start from whatever of that file fits by name and shape, and say what did not"""
+    keep: Literal["last", "best"] = "last"
+    """models to keep: the last, or also the best by validation (needs data.val_fraction)"""
+    keep_every: int = 0
+    """write the global model every N rounds, as round-N.safetensors; 0: never"""
+    use: tuple[str, ...] = ()
+    """Python files or modules to import, which register methods, models, data sets and the like"""
     allow_noop: bool = False
     """run a method that finds nothing to act on"""
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -135,6 +186,12 @@ class RunConfig:
         if self.train.local_steps is not None:
             return "steps", self.train.local_steps
         return "epochs", self.train.local_epochs or 1
+
+    def cohort_size(self, available: int) -> int:
+        """How many of the clients that train a round draws."""
+        if self.client_fraction is not None:
+            return max(1, int(self.client_fraction * available + 0.5))
+        return min(self.clients_per_round or available, available)
 
     @property
     def eval_every(self) -> int:
@@ -147,10 +204,16 @@ def _check_ranges(config: RunConfig) -> None:
         raise ConfigError(
             f"local_steps={train.local_steps} and local_epochs={train.local_epochs} exclude each other; give one"
         )
+    if config.clients_per_round is not None and config.client_fraction is not None:
+        raise ConfigError(
+            f"clients_per_round={config.clients_per_round} and client_fraction={config.client_fraction} exclude each "
+            "other; give one"
+        )
     at_least = {
         "rounds": (config.rounds, 1),
         "seed": (config.seed, 0),
         "clients_per_round": (config.clients_per_round, 1),
+        "keep_every": (config.keep_every, 0),
         "train.local_steps": (train.local_steps, 1),
         "train.local_epochs": (train.local_epochs, 1),
         "train.batch_size": (train.batch_size, 1),
@@ -161,6 +224,7 @@ def _check_ranges(config: RunConfig) -> None:
         "data.unseen": (data.unseen, 0),
         "data.min_size": (data.min_size, 1),
         "data.train_limit": (data.train_limit, 1),
+        "data.size": (data.size, 1),
         "eval.every": (config.eval.every, 0),
         "eval.chunk": (config.eval.chunk, 1),
         "eval.max_clients": (config.eval.max_clients, 1),
@@ -177,7 +241,26 @@ def _check_ranges(config: RunConfig) -> None:
         raise ConfigError(f"data.val_fraction={data.val_fraction} is out of range; give 0 up to below 1")
     if config.engine.quorum is not None and not 0 < config.engine.quorum <= 1:
         raise ConfigError(f"engine.quorum={config.engine.quorum} is out of range; give a share above 0, up to 1")
-    if data.unseen >= data.clients:
+    if config.keep == "best" and not data.val_fraction:
+        raise ConfigError(
+            "keep=best chooses by validation, and data.val_fraction=0 sets nothing aside; give --val-fraction 0.1"
+        )
+    if config.init_partial and not config.init:
+        raise ConfigError("init_partial says how to read a file, and none is given; give --init FILE")
+    if config.client_fraction is not None and not 0 < config.client_fraction <= 1:
+        raise ConfigError(f"client_fraction={config.client_fraction} is out of range; give a share above 0, up to 1")
+    world = config.world
+    if not 0 <= world.dropout < 1:
+        raise ConfigError(f"world.dropout={world.dropout} is out of range; give 0 up to below 1")
+    if not 0 <= world.stragglers <= 1:
+        raise ConfigError(f"world.stragglers={world.stragglers} is out of range; give 0 up to 1")
+    if not 0 < world.slowness <= 1:
+        raise ConfigError(f"world.slowness={world.slowness} is out of range; give a share above 0, up to 1")
+    check_warmup(train.warmup, config.rounds)
+    if not 0 < data.test_fraction < 1:
+        raise ConfigError(f"data.test_fraction={data.test_fraction} is out of range; give a share above 0 and below 1")
+    # How many clients there are is not known before files that bring their own are read.
+    if data.unseen >= data.clients and find_source(data.name) is None:
         raise ConfigError(f"data.unseen={data.unseen} leaves no client of {data.clients} to train; give less")
 
 
@@ -254,6 +337,21 @@ def all_fields(cls: type[Any] = RunConfig, prefix: str = "") -> list[str]:
         nested = isinstance(hint, type) and is_dataclass(hint)
         names += all_fields(hint, f"{prefix}{f.name}.") if nested else [f"{prefix}{f.name}"]
     return names
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Every field of a config by its dotted name.
+
+    >>> flat(RunConfig())["train.lr"]
+    0.05
+    """
+    values: dict[str, Any] = {}
+    for name in all_fields():
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        values[name] = value
+    return values
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> str:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from fednorm.core import rng
 from fednorm.core.state import Kind, Tree
+from fednorm.core.task import AnyTask
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.running.plan import Plan
+from fednorm.running.records import MetricFacts
 from fednorm.running.store import Store
 from fednorm.scoring.averages import averaged_local
 from fednorm.scoring.scores import Adapt, AnyExamples
@@ -59,6 +61,34 @@ def _own_batches(plan: Plan, client: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield plan.batches.plain(part)
 
 
+def metric_facts(task: AnyTask) -> MetricFacts:
+    """What rows say of the headline number."""
+    return {"name": task.metric, "higher_is_better": task.higher_is_better, "percent": task.percent}
+
+
+def over_clients(task: AnyTask, each: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Summaries of several clients as one: unweighted means, and every number of every client.
+
+    A number that is not defined for some client is left out of its mean.
+    """
+    names = [name for name, value in next(iter(each.values())).items() if not isinstance(value, list)]
+    columns = {name: {client: own[name] for client, own in each.items()} for name in names}
+
+    def mean(column: Mapping[int, float | None]) -> float | None:
+        known = [value for value in column.values() if value is not None]
+        return sum(known) / len(known) if known else None
+
+    means = {name: mean(column) for name, column in columns.items()}
+    headline = columns.pop(task.metric)
+    return {
+        task.metric: means.pop(task.metric),
+        **means,
+        "worst": (min if task.higher_is_better else max)(headline.values()),
+        "per_client": headline,
+        "per_client_metrics": columns,
+    }
+
+
 def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Scores:
     """All protocols that apply to the method and the data."""
     federation = plan.federation
@@ -82,16 +112,14 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
         adapt: Adapt | None = None,
     ) -> dict[str, Any]:
         """Scores of each client's model, or with None of the newcomer's, on each client's rows."""
-        metric = plan.task.metric
         own = {client: some for client, some in zip(clients, rows, strict=True) if len(some)}
         if model is None and adapt is None:
             sums = plan.scorer.groups(newcomer, pool, list(own.values()))
         else:
             states = ((newcomer if model is None else model(client), some) for client, some in own.items())
             sums = [plan.scorer.rows(state, pool, some, adapt) for state, some in states]
-        scores = {client: plan.task.summary(total)[metric] for client, total in zip(own, sums, strict=True)}
-        mean = sum(scores.values()) / len(scores)
-        return {metric: mean, "worst": min(scores.values()), "per_client": scores, **note}
+        each = {client: plan.task.summary(total) for client, total in zip(own, sums, strict=True)}
+        return {**over_clients(plan.task, each), **note}
 
     result: Scores = {}
     trained, note = scored(plan, federation.training_clients)

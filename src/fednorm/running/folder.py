@@ -3,13 +3,13 @@
 config.json  what was asked      env.json      where and with what it ran
 metrics.jsonl one row a round    result.json   what came out (written at the end)
 model.safetensors the final global model       state.sqlite  what `fednorm resume` continues from
+best.safetensors, round-N.safetensors          with --keep best, --keep-every
 """
 
 from __future__ import annotations
 
 import fcntl
 import io
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fednorm.errors import ConfigError, LockedError
-from fednorm.files import disk_errors, safe_name, write_json, written_whole
+from fednorm.files import disk_errors, json_text, safe_name, write_json, written_whole
 from fednorm.running.environment import environment
-from fednorm.running.records import RoundRow
+from fednorm.running.records import RoundRow, as_written
 
 
 class RunFolder:
@@ -46,15 +46,28 @@ class RunFolder:
         return self.path / "model.safetensors"
 
     @property
+    def best(self) -> Path:
+        return self.path / "best.safetensors"
+
+    @property
     def state(self) -> Path:
         return self.path / "state.sqlite"
 
-    def create(self, config: Mapping[str, Any]) -> None:
-        """Make the folder with its config and environment; an existing run is never overwritten."""
+    def refuse_place(self) -> None:
+        """Refuse a place where no new run can be, without writing anything."""
         if self.config.exists():
             raise ConfigError(
                 f"'{self.path}' holds a run already; choose another --out, or `fednorm resume {self.path}`"
             )
+        there = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if os.path.lexists(path))
+        if not there.is_dir():
+            raise ConfigError(f"'{self.path}' cannot be a folder: '{there}' is a file; choose another place")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"'{self.path}' cannot be written: '{there}' is not yours to write; choose another place")
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        """Make the folder with its config and environment; an existing run is never overwritten."""
+        self.refuse_place()
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "env.json", environment())
@@ -84,17 +97,21 @@ class RunFolder:
     def metrics_open(self, rows: Iterable[RoundRow]) -> Iterator[Callable[[RoundRow], None]]:
         """Bring metrics.jsonl to exactly the committed rows; yields what adds one more."""
         with written_whole(self.metrics) as draft, draft.open("w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(_line(row) for row in rows)
         with disk_errors(self.metrics):
             # Without a buffer: a line that did not fit would be tried again, and fail again, when the file is closed.
             file = self.metrics.open("ab", buffering=0)
 
         def add(row: RoundRow) -> None:
             with disk_errors(self.metrics):
-                _write_all(file, json.dumps(row).encode() + b"\n")
+                _write_all(file, _line(row).encode())
 
         with file:
             yield add
+
+
+def _line(row: RoundRow) -> str:
+    return json_text(as_written(row)) + "\n"
 
 
 def _write_all(file: io.RawIOBase, line: bytes) -> None:

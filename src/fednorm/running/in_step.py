@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fednorm.core.user_code import UserCode
 from fednorm.engines.base import MOST_AWAITED, Engine, Order, Played, attempt
 from fednorm.engines.machine import precision
-from fednorm.errors import FednormError
+from fednorm.errors import FednormError, UserCodeError
 
 if TYPE_CHECKING:
     from fednorm.running.records import RoundRow as Row
@@ -28,7 +29,7 @@ def play_in_step(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError]
     failed: dict[Run, FednormError] = {}
     burst, new, since = 1, 0, time.perf_counter()
     try:
-        while active := [run for run in runs if not run.server.finished and run not in failed]:
+        while active := [run for run in runs if not run.over and run not in failed]:
             with precision(active[0].plan.config.engine.precision):
                 failed |= play_round(active)
             new += 1
@@ -74,7 +75,8 @@ def play_round(runs: Sequence[Run]) -> dict[Run, FednormError]:
                 answer = answers[run]
                 if isinstance(answer, FednormError):
                     raise answer
-                orders[run] = next(turn) if answer is None else turn.send(answer)
+                with UserCode(run.plan.prepared.name):
+                    orders[run] = next(turn) if answer is None else turn.send(answer)
             except StopIteration:
                 del turns[run]
             except FednormError as error:
@@ -91,5 +93,9 @@ def fulfil(orders: Mapping[Run, Order]) -> dict[Run, Played | FednormError]:
         engines.setdefault(id(run.engine), (run.engine, []))[1].append(run)
     answers: dict[Run, Played | FednormError] = {}
     for engine, runs in engines.values():
-        answers |= dict(zip(runs, engine.exchange([orders[run] for run in runs]), strict=True))
+        try:
+            with UserCode(runs[0].plan.prepared.name):
+                answers |= dict(zip(runs, engine.exchange([orders[run] for run in runs]), strict=True))
+        except UserCodeError as error:
+            answers |= dict.fromkeys(runs, error)
     return answers

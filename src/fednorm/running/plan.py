@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from fednorm import models
 from fednorm.core.expression import parse_term
 from fednorm.core.method import Method
-from fednorm.core.optim import optimizer
+from fednorm.core.optim import Optimizer
+from fednorm.core.optimizers import SGD, with_nesterov
 from fednorm.core.schedule import lr_factor
-from fednorm.core.state import Kind, Policy, entries
-from fednorm.core.task import Task
+from fednorm.core.state import Kind, Policy
+from fednorm.core.task import AnyTask
+from fednorm.core.world import World
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
 from fednorm.data.checks import check
 from fednorm.data.federation import Federation
+from fednorm.data.from_files.source import find_source
 from fednorm.data.live import usual_loaders
+from fednorm.data.own import load_own
+from fednorm.engines.ignored import refuse_ignored, refuse_nothing_to_narrow
 from fednorm.engines.machine import find_device
-from fednorm.errors import CheckpointError, ConfigError
+from fednorm.errors import ConfigError
+from fednorm.halves.habits import find_habits
 from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
 from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
+from fednorm.models.fitting import check_inputs
 from fednorm.running.config import RunConfig
-from fednorm.running.store import load_tree
+from fednorm.running.extensions import with_extensions
+from fednorm.running.initial import read_start
+from fednorm.running.own_files import build_own
+from fednorm.running.tasks import settle_task
 from fednorm.scoring.probes import find_probes
-from fednorm.scoring.tasks import make_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +52,12 @@ class Plan(Sites):
     @property
     def cohort_size(self) -> int:
         """How many clients a round draws."""
-        available = len(self.federation.training_clients)
-        return min(self.config.clients_per_round or available, available)
+        return self.config.cohort_size(len(self.federation.training_clients))
+
+    @property
+    def world(self) -> World:
+        """What goes wrong with clients."""
+        return World(self.config.seed, **vars(self.config.world))
 
 
 def make_plan(
@@ -57,26 +66,27 @@ def make_plan(
     model: nn.Module | None = None,
     federation: Federation | None = None,
     method: Method | None = None,
-    task: Task | None = None,
+    task: AnyTask | None = None,
 ) -> Plan:
     """Resolve a config; a model, data, method or task given as an object takes the place of the config's name."""
+    config = with_extensions(config)
     method = method or parse(config.method)
     lr_factor(config.train.schedule, 1, config.rounds)
     parse_augmentation(config.train.augment)
     device = find_device(config.engine.device)
-    federation = federation or build_federation(config)
-    check(federation, task.name if task else None)
+    refuse_ignored(config.engine, device, config.train.dtype)
+    task, federation = settle_task(config.task, federation or build_federation(config), device, task)
+    check(federation, task.kind or task.name)
+    _check_augmentation(config, federation)
     available = len(federation.training_clients)
     if config.clients_per_round and config.clients_per_round > available:
         raise ConfigError(
             f"clients_per_round={config.clients_per_round} but only {available} clients train; give at most that many"
         )
-    network = build_model(config, federation) if model is None else model
-    if config.init:
-        network = copy.deepcopy(network)  # the caller's own model stays as it is
-        load_initial(network, load_tree(Path(config.init)), config.init)
+    network = build_model(config, federation, getattr(task, "outputs", None)) if model is None else model
+    start = read_start(config.init, partial=config.init_partial)
     agreed = agree(
-        network,
+        start.before_surgery(network),
         method,
         local_work(config, federation, method),
         weights=config.train.weights,
@@ -84,8 +94,11 @@ def make_plan(
         allow_noop=config.allow_noop,
         name=f"model '{config.model}'" if model is None else f"the given {type(model).__name__}",
     )
+    agreed = start.after_surgery(agreed)
+    _check_world(config, method)
     _check_batch_size(config, method, agreed.prepared)
-    _check_momentum(config, method)
+    _check_momentum(config, method, agreed.optimizer)
+    refuse_nothing_to_narrow(config.engine, agreed.prepared.model, agreed.prepared.name)
     loaders = usual_loaders() if config.engine.loaders is None else config.engine.loaders
     federation = replace(
         federation,
@@ -99,15 +112,16 @@ def make_plan(
     plan = Plan(
         prepared=agreed.prepared,
         work=agreed.work,
+        optimizer=agreed.optimizer,
         device=device,
-        batches=batches_of(federation.pool, agreed, cohort=min(config.clients_per_round or available, available)),
-        task=task or make_task(federation.task, federation.num_classes, federation.ignore_index),
+        batches=batches_of(federation.pool, agreed, cohort=config.cohort_size(available)),
+        task=task,
         probes=find_probes(config.eval.probes),
         config=config,
         federation=federation,
     )
     _check_validation(plan)
-    return plan
+    return replace(plan, habits=find_habits(plan))
 
 
 def local_work(config: RunConfig, federation: Federation, method: Method) -> LocalWork:
@@ -122,12 +136,13 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         batch_size=train.batch_size,
         augmentation=train.augment,
         val_fraction=config.data.val_fraction,
-        optimizer=train.optimizer,
+        optimizer=with_nesterov(train.optimizer) if train.nesterov else train.optimizer,
         lr=train.lr,
         momentum=train.momentum,
         weight_decay=train.weight_decay,
         decay_vectors=train.decay_vectors,
         schedule=train.schedule,
+        warmup=train.warmup,
         dtype=train.dtype,
         chunk=config.eval.chunk,
     )
@@ -137,7 +152,7 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         sizes[size - num_held(size, held)] += count
     steps = typical_steps(work, sizes)
     if method.data == "union" and unit == "epochs":  # one client with all data, on batches as large as a cohort's
-        cohort = min(config.clients_per_round or sizes.total(), sizes.total())
+        cohort = config.cohort_size(sizes.total())
         whole = {sum(size * count for size, count in sizes.items()): 1}
         steps = typical_steps(replace(work, batch_size=train.batch_size * cohort), whole)
     return replace(work, total_steps=config.rounds * steps)
@@ -167,9 +182,15 @@ def _check_validation(plan: Plan) -> None:
 def build_federation(config: RunConfig) -> Federation:
     """The federation the config's data section describes."""
     data = config.data
+    source = find_source(data.name)
+    if source is not None:
+        return build_own(source, config)
+    own = load_own(data.name, dir=data.dir, clients=data.clients, seed=config.seed)
+    if isinstance(own, Federation):
+        return own
     term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
     return make_federation(
-        load_dataset(data.name, data.dir),
+        own or load_dataset(data.name, data.dir, size=data.size),
         term.name,
         data.clients,
         seed=config.seed,
@@ -180,46 +201,50 @@ def build_federation(config: RunConfig) -> Federation:
     )
 
 
-def build_model(config: RunConfig, federation: Federation) -> nn.Module:
-    """The model the config names, for the data's channels, size and classes."""
+def build_model(config: RunConfig, federation: Federation, outputs: int | None = None) -> nn.Module:
+    """The model the config names, for the data's channels, size and classes, or with as many outputs as a task says."""
     term = parse_term(config.model, "model", "resnet20(shortcut=B)")
+    check_inputs(term.name, federation.x, federation.name)
     return models.build(
         term.name,
-        num_classes=federation.num_classes,
+        num_classes=outputs or federation.num_classes,
         in_channels=federation.in_channels,
-        image_size=int(federation.x.shape[-1]),
+        image_size=1 if federation.x.dim() == 2 else int(federation.x.shape[-1]),
         seed=config.seed,
         **term.options,
     )
 
 
-def load_initial(model: nn.Module, tree: Mapping[str, Any], source: str) -> None:
-    """Load a pretrained checkpoint; every entry must be there, with its shape."""
-    for entry in entries(model):
-        if entry.key not in tree:
-            raise CheckpointError(
-                f"'{source}' does not fit the model: it has no '{entry.key}'; give a checkpoint of this model"
-            )
-        if tuple(tree[entry.key].shape) != entry.shape:
-            raise CheckpointError(
-                f"'{source}' does not fit the model: '{entry.key}' has shape {tuple(tree[entry.key].shape)}, "
-                f"expected {entry.shape}; give a checkpoint of this model and number of classes"
-            )
-    model.load_state_dict({key: tree[key] for key in model.state_dict() if key in tree}, strict=False)
+def _check_augmentation(config: RunConfig, federation: Federation) -> None:
+    augment, shape = config.train.augment, tuple(federation.x.shape[1:])
+    if parse_augmentation(augment).steps and len(shape) != 3:
+        raise ConfigError(
+            f"train.augment='{augment}' moves the pixels of images (channels, height, width), but an example of "
+            f"'{federation.name}' has shape {shape}; use train.augment=none"
+        )
 
 
-def _check_momentum(config: RunConfig, method: Method) -> None:
+def _check_momentum(config: RunConfig, method: Method, optimizer: Optimizer) -> None:
     kept = any(phase.policy[Kind.OPTIMIZER] is not Policy.FRESH for phase in method.phases)
     named = [part.label for part in method.parts if part.claims == {f"policy:{Kind.OPTIMIZER}"}]
-    if (
-        kept
-        and named
-        and not optimizer(config.train.optimizer, config.train.momentum).buffers
-        and not config.allow_noop
-    ):
+    if not (kept and named) or optimizer.buffers or config.allow_noop:
+        return
+    if optimizer == SGD:
         raise ConfigError(
             f"'{named[0]}' finds no momentum to maintain with train.momentum={config.train.momentum}; "
             "give --momentum 0.9, or --allow-noop to run it all the same"
+        )
+    raise ConfigError(
+        f"'{named[0]}' finds no buffers to maintain, which optimizer '{optimizer.name}' has not; "
+        "give another optimizer, or --allow-noop to run it all the same"
+    )
+
+
+def _check_world(config: RunConfig, method: Method) -> None:
+    if config.world.stragglers and "lockstep" in method.needs:
+        raise ConfigError(
+            f"'{method.name}' steps in lock-step, where all wait for the slowest, so world.stragglers="
+            f"{config.world.stragglers} cannot be played; set it to 0, or take another method"
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NotRequired, Required, TypedDict, cast
 
 from fednorm.errors import CheckpointError
-from fednorm.files import safe_name
+from fednorm.files import finite, infinite_again, safe_name
 
 ROW_VERSION = 1
 ROW_HISTORY = {
@@ -41,8 +41,8 @@ class RunId(NamedTuple):
 
 
 class ProtocolScores(TypedDict, total=False):
-    """Scores of one protocol. Which fields there are depends on the task (its metric is `accuracy` or `miou`) and on
-    whether one model was tested or one for each client."""
+    """Scores of one protocol. Which fields there are depends on the task, and on whether one model was tested or one
+    for each client. A task of one's own has its metrics by their names, beside `loss`."""
 
     accuracy: float
     """percent of examples that were classified rightly; with several clients or domains their unweighted mean"""
@@ -50,14 +50,30 @@ class ProtocolScores(TypedDict, total=False):
     """segmentation: mean over classes of intersection over union, in percent"""
     pixel_accuracy: float
     """segmentation: percent of pixels that were classified rightly"""
-    loss: float
-    """mean loss, where one model was tested"""
+    f1: float
+    """several labels: mean over labels of F1, in percent"""
+    f1_micro: float
+    """several labels: F1 of all labels taken as one, in percent"""
+    exact_match: float
+    """several labels: percent of examples whose labels were all right"""
+    rmse: float
+    """regression: root mean squared error over all targets, in their unit"""
+    mae: float
+    """regression: mean absolute error"""
+    r2: float | None
+    """regression: share of the targets' variance that is explained; null where a target does not vary"""
+    loss: float | None
+    """mean loss, by class weights where the task has some; with several clients their unweighted mean"""
     per_class: list[float | None]
-    """the metric of each class, where one model was tested; null for a class without examples"""
+    """the metric of each class or label, where one model was tested; null for a class without examples"""
+    per_target: list[float]
+    """regression of several targets: the metric of each, where one model was tested"""
     worst: float
-    """the metric of the client with the lowest"""
+    """the metric of the client that fares worst"""
     per_client: dict[int, float]
     """the metric of each client, by client id (text in a file, as JSON has it)"""
+    per_client_metrics: dict[str, dict[int, float | None]]
+    """every other number of each client, by its name and client id: `loss`, and the task's further metrics"""
     per_domain: dict[str, float]
     """the metric of each domain, by its name"""
     how: str
@@ -80,6 +96,17 @@ class Scores(TypedDict, total=False):
     """the model a newcomer would use, on the own test rows of clients that never train"""
     validation: ProtocolScores
     """each client's model on the training rows it set aside; only this may choose a round"""
+
+
+class MetricFacts(TypedDict):
+    """What the headline number is."""
+
+    name: str
+    """its name in the scores"""
+    higher_is_better: bool
+    """whether more of it is better"""
+    percent: bool
+    """whether it is between 0 and 100; otherwise it has the targets' unit"""
 
 
 class RoundRow(TypedDict):
@@ -107,12 +134,21 @@ class RoundRow(TypedDict):
     """ids of the clients of the round; absent where all take part"""
     eval: NotRequired[Scores]
     """scores; absent in rounds that were not scored (see eval.every)"""
+    metric: NotRequired[MetricFacts]
+    """what the headline number of the scores is; absent where there are none"""
+    dropped: NotRequired[list[int]]
+    """ids of clients that were drawn and gone (world.dropout); absent where none was"""
+    straggled: NotRequired[dict[int, int]]
+    """steps that slow clients did, by client id (text in a file), where fewer than usual; absent where none was slow"""
     refused: NotRequired[dict[int, str]]
     """why updates were refused, by client id (text in a file); absent where none was"""
     probes: NotRequired[dict[str, dict[int, dict[str, float]]]]
     """what probes saw in each client's last step, by phase, client id (text in a file) and probe"""
     seconds: NotRequired[float]
     """seconds the round took; absent where a run was stopped before they were measured"""
+    not_finite: NotRequired[dict[str, str]]
+    """numbers that were not finite: "nan", "inf" or "-inf" by their place, as in "/eval/pooled/loss", where the file
+    has null; absent where all were finite"""
 
 
 class BestRound(Scores, total=False):
@@ -123,14 +159,14 @@ class BestRound(Scores, total=False):
 
 
 class Peak(TypedDict, total=False):
-    """The highest score of a protocol on test data: for curves and tables of papers, not for choosing a round."""
+    """The best score of a protocol on test data: for curves and tables of papers, not for choosing a round."""
 
     round: Required[int]
     """number of the round, the first where several are equal"""
     accuracy: float
     """the score, where the metric is accuracy"""
     miou: float
-    """the score, where the metric is miou"""
+    """the score, where the metric is miou; other metrics likewise, by their names"""
 
 
 class Curves(TypedDict, total=False):
@@ -161,6 +197,27 @@ class Bytes(TypedDict):
     """bytes of the last round, both directions"""
 
 
+class Ran(TypedDict):
+    """What really played a run, whatever was asked for."""
+
+    engine: str
+    """engine that trained the clients: `sequential`, `stacked` or `workers`"""
+    fell_back: str | None
+    """why it is not the engine that was chosen, by name; null where it is"""
+    precision: str
+    """numbers inside a GPU's convolutions and norms: `fp32`, `tf32` or `bf16`"""
+    threads: int
+    """CPU threads of each process that trained"""
+    processes: int
+    """processes that trained: worker processes, ranks, or one"""
+    device: str
+    """device that trained: `cpu`, `cuda:0`, `mps`"""
+    device_name: str
+    """what its maker calls it"""
+    before: NotRequired[list[Ran]]
+    """what played earlier rounds, where a run went on elsewhere; the first comes first"""
+
+
 class RunResult(TypedDict):
     """What came out of one run, computed from its rows."""
 
@@ -173,13 +230,17 @@ class RunResult(TypedDict):
     rounds_done: int
     """rounds that were played"""
     metric: str
-    """name of the headline number in the scores: `accuracy` or `miou`"""
+    """name of the headline number in the scores: `accuracy`, `miou`, `f1`, `rmse`, or a task's own"""
+    higher_is_better: NotRequired[bool]
+    """whether more of it is better; true in files that do not say"""
+    percent: NotRequired[bool]
+    """whether it is between 0 and 100, otherwise it has the targets' unit; true in files that do not say"""
     final: Scores
     """scores after the last round"""
     best_validation: BestRound | None
     """scores of the round that was best on the validation data; null without such data"""
     peak: dict[str, Peak]
-    """the highest score of each protocol on test data"""
+    """the best score of each protocol on test data"""
     curves: Curves
     """scores by round"""
     bytes: Bytes
@@ -192,6 +253,12 @@ class RunResult(TypedDict):
     """what a user should know about how the model was prepared"""
     digest: str
     """digest of the server's final state: equal digests, equal bits"""
+    client_names: NotRequired[list[str]]
+    """names of the clients, in the order of their ids; absent where they have none"""
+    ran: NotRequired[Ran]
+    """engine, precision, threads and device; absent in results of older versions"""
+    not_finite: NotRequired[dict[str, str]]
+    """numbers that were not finite, as in a row: where the file has null"""
 
 
 class MeanOverSeeds(TypedDict):
@@ -243,10 +310,22 @@ OnRow = Callable[[RunId, RoundRow], None]
 """Told after every round of every run: which run, and its row."""
 
 
+def as_written(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A row or a run's result as a file has it: null for numbers that are not finite, which `not_finite` names."""
+    clean, words = finite(record)
+    return {**clean, "not_finite": words} if words else clean
+
+
+def _as_it_was(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What `as_written` wrote, with its numbers; the words go, since they are written anew."""
+    record = {key: value for key, value in stored.items() if key != "not_finite"}
+    return infinite_again(record, stored.get("not_finite", {}))
+
+
 def read_row(stored: Mapping[str, Any], where: str = "a row of metrics.jsonl") -> RoundRow:
     """A row that was stored, as this version has it; `where` it comes from is for an error."""
     _check_version(stored, ROW_VERSION, where)
-    return cast(RoundRow, {"version": ROW_VERSION, **stored})
+    return cast(RoundRow, {"version": ROW_VERSION, **_as_it_was(stored)})
 
 
 def read_result(stored: Mapping[str, Any], where: str = "result.json") -> ResultFile:
@@ -254,7 +333,8 @@ def read_result(stored: Mapping[str, Any], where: str = "result.json") -> Result
     _check_version(stored, RESULT_VERSION, where)
     if not isinstance(stored.get("runs"), list) or not stored["runs"]:
         raise CheckpointError(f"{where} holds no run; delete it and resume, and it is written anew")
-    return cast(ResultFile, {"version": RESULT_VERSION, **stored})
+    runs = [_as_it_was(run) for run in stored["runs"]]
+    return cast(ResultFile, {"version": RESULT_VERSION, **stored, "runs": runs})
 
 
 def _check_version(stored: Mapping[str, Any], newest: int, where: str) -> None:
@@ -270,3 +350,12 @@ def _check_version(stored: Mapping[str, Any], newest: int, where: str) -> None:
 def score_of(scores: Scores, protocol: str, metric: str) -> float:
     """One number of some scores, by names that are known only at run time."""
     return cast("Mapping[str, Mapping[str, float]]", scores)[protocol][metric]
+
+
+def number_text(value: float, percent: bool) -> str:
+    """A headline number for people: percents with one digit after the point, others with four that count.
+
+    >>> number_text(71.25, True), number_text(0.012345, False), number_text(12345.6, False)
+    ('71.2', '0.01234', '1.235e+04')
+    """
+    return f"{value:.1f}" if percent else f"{value:.4g}"

@@ -14,12 +14,14 @@ from fednorm.engines.ranks import Alone
 from fednorm.errors import ConfigError, FednormError
 from fednorm.halves.exchange import diverged
 from fednorm.halves.prepared_phase import PreparedPhase
-from fednorm.halves.server import Server
-from fednorm.running.config import differences, to_dict
-from fednorm.running.evaluate import Scores, evaluate
+from fednorm.running.config import differences, from_dict, to_dict
+from fednorm.running.evaluate import Scores, evaluate, metric_facts
+from fednorm.running.failing import WorldServer
+from fednorm.running.how_it_ran import how_it_ran
 from fednorm.running.in_step import play_in_step
+from fednorm.running.keeping import Keeper
 from fednorm.running.plan import Plan
-from fednorm.running.records import ROW_VERSION
+from fednorm.running.records import ROW_VERSION, Ran
 from fednorm.running.records import RoundRow as Row
 from fednorm.running.store import Store, to_device
 
@@ -50,16 +52,20 @@ class Run:
         self.ranks.check(plan.method)
         self.ranks.hand_out(plan.federation.training_clients, store)
         facts = store.facts()
-        if facts and facts.get("config") != to_dict(plan.config):
-            changed = differences(facts.get("config", {}), to_dict(plan.config))
+        # A field that is new since the run was started has the value that changes nothing.
+        stored_config = to_dict(from_dict(facts.get("config", {})))
+        if facts and stored_config != to_dict(plan.config):
+            changed = differences(stored_config, to_dict(plan.config))
             raise ConfigError(f"the run was started with another config: {changed}; put it back, or start a new run")
         # Rounds stay on the device only where one process plays them all.
         remembered, alone = facts.get("engine") or self.ranks.engine(plan.device), type(self.ranks) is Alone
         self.engine_name, self.engine = make(plan, remembered, alone)
+        self._ran_before: Ran | None = facts.get("ran")
         stored = {name: to_device(store.tree(name), plan.device) for name in ("model", "memory") if facts}
-        self.server = Server(
+        self.server = WorldServer(
             plan,
             plan.federation.training_clients,
+            world=plan.world,
             per_round=plan.cohort_size,
             quorum=plan.config.engine.quorum,
             score_every=plan.config.eval_every,
@@ -68,6 +74,9 @@ class Run:
         )
         if facts:
             self.server.load(facts)
+        self.keeper = Keeper(plan, store, facts)
+        self.stopped = False
+        """whether somebody wanted the run to end before its last round"""
         self.unsettled: list[tuple[Row, Sequence[Report]]] = []
         """rounds that were played, whose reports were not looked at yet"""
         self._uncommitted: list[Row] = []
@@ -79,6 +88,11 @@ class Run:
     def round(self) -> int:
         """Rounds that are over."""
         return self.server.round
+
+    @property
+    def over(self) -> bool:
+        """Whether no round is to be played any more."""
+        return self.server.finished or self.stopped
 
     def rounds(self) -> Iterator[Row]:
         """Play the remaining rounds; each row is yielded after the round is finished and, as configured, committed."""
@@ -93,6 +107,16 @@ class Run:
         if self._uncommitted:
             self._commit()
 
+    def stop_early(self) -> None:
+        """End here, with all that was done committed."""
+        self.stopped = True
+        self.stop()
+
+    def notes(self) -> list[str]:
+        """What a user should know about how the run went."""
+        early = f"stopped after round {self.round} of {self.plan.config.rounds}; resume it to go on"
+        return [*self.store.facts().get("notes", []), *([] if self.server.finished else [early])]
+
     def close(self) -> None:
         """Give back what the engine holds beside memory."""
         self.engine.close()
@@ -106,6 +130,7 @@ class Run:
                 break
             if exchange.purpose is Purpose.SCORE:
                 server.row["eval"] = self._scores(exchange.phase)
+                server.row["metric"] = metric_facts(self.plan.task)
                 server.note_scores()
             else:
                 played = yield Order(exchange, server, self.plan, self.store, self.ranks, self._probing(number))
@@ -119,7 +144,10 @@ class Run:
     def _scores(self, phase: PreparedPhase) -> Scores:
         self._bring_home()
         self.ranks.collect(self.store)
-        return evaluate(self.plan, phase, self.server.tree, self.store) if self.ranks.first else {}
+        scores = evaluate(self.plan, phase, self.server.tree, self.store) if self.ranks.first else {}
+        if self.plan.config.keep == "best" and self.ranks.tell_first(lambda: self.keeper.is_best(scores)):
+            self.keeper.keep_best(self.server.row["round"], self.server.stage, self.server.tree, scores)
+        return scores
 
     def settle(self, count: int) -> list[Row]:
         """Complete the rows of this many rounds with what clients reported, and find out whether all can be used."""
@@ -149,7 +177,7 @@ class Run:
     def checkpoint_is_set(self) -> bool:
         """Whether just this round ends with a checkpoint, by the config or because it is the last."""
         every = self.plan.config.engine.checkpoint_every
-        return self.server.finished or (every is not None and self.round % every == 0)
+        return self.server.finished or (every is not None and self.round % every == 0) or self.keeper.is_due(self.round)
 
     def checkpoint_is_due(self) -> bool:
         """Whether a checkpoint is set, or the last one is some seconds old where the config names no number."""
@@ -168,12 +196,19 @@ class Run:
         """Put into the store what clients keep on the device."""
         self.engine.bring_home(self.store, self.server.held)
 
+    def ran(self) -> Ran:
+        """What plays this run, and what played it before."""
+        return how_it_ran(self.plan, self.engine_name, self.engine, self._ran_before)
+
     def _commit(self) -> None:
         self._bring_home()
         self.ranks.collect(self.store)
         facts, trees = self.server.state()
         facts |= {"config": to_dict(self.plan.config), "engine": self.engine_name, "finished": self.server.finished}
+        best = self.keeper.take_best(facts, trees)
+        facts["ran"] = self.ran()
         if self.ranks.first:
-            self.store.commit(facts.pop("round"), trees, facts, self._uncommitted)
+            self.keeper.write_model(self.round, self.server.stage, self.server.tree)
+            self.store.commit(facts.pop("round"), trees, facts, self._uncommitted, best)
         self._uncommitted = []
         self._committed_at = time.perf_counter()

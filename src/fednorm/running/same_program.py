@@ -61,7 +61,7 @@ def same_settings(a: RunConfig, b: RunConfig) -> bool:
 
 
 def _settings(config: RunConfig) -> RunConfig:
-    train = replace(config.train, lr=0.0, momentum=0.0, weight_decay=0.0, schedule="constant")
+    train = replace(config.train, lr=0.0, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0)
     engine = replace(config.engine, checkpoint_every=None)
     free = {"method": "", "seed": 0, "rounds": 1, "init": None, "eval": EvalConfig()}
     return replace(config, train=train, engine=engine, **free)
@@ -135,7 +135,8 @@ def _same_value(a: Any, b: Any) -> bool:
         return False
 
 
-_STATE = {"_parameters", "_buffers", "_modules"}
+_STATE = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
+"""What a module's state and children lie in; recurrent layers list their parameters a second and a third time."""
 
 
 def _module_settings(module: nn.Module) -> dict[str, Any]:

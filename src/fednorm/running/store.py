@@ -6,6 +6,7 @@ holds the clients of late rounds up to a number of bytes; clients that were neve
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -74,6 +75,7 @@ class Store:
         self.path = path
         self.cache_bytes = cache_bytes
         self._name = path or "the run's temporary file"
+        self._clients = "clients"
         self._changed: dict[int, ClientState] = {}
         self._cached: OrderedDict[int, ClientState] = OrderedDict()
         self._cached_bytes = 0
@@ -142,7 +144,7 @@ class Store:
     def seen(self) -> list[int]:
         """Ids of all clients that have state, ascending."""
         with _readable(self._name):
-            stored = {row[0] for row in self._db.execute("SELECT id FROM clients")}
+            stored = {row[0] for row in self._db.execute(f"SELECT id FROM {self._clients}")}  # noqa: S608
         return sorted(stored | self._changed.keys())
 
     def holding(self, keys: Iterable[str]) -> list[int]:
@@ -152,7 +154,8 @@ class Store:
         found: set[int] = set()
         with _readable(self._name):
             for number in fitting:
-                found.update(row[0] for row in self._db.execute("SELECT id FROM clients WHERE layout=?", (number,)))
+                query = f"SELECT id FROM {self._clients} WHERE layout=?"  # noqa: S608
+                found.update(row[0] for row in self._db.execute(query, (number,)))
         changed = {client for client, state in self._changed.items() if wanted <= state.tree.keys()}
         return sorted((found - self._changed.keys()) | changed)
 
@@ -175,7 +178,7 @@ class Store:
             marks = ",".join("?" * len(part))
             with _readable(self._name):
                 rows = self._db.execute(
-                    f"SELECT id, layout, digest, record FROM clients WHERE id IN ({marks})",  # noqa: S608
+                    f"SELECT id, layout, digest, record FROM {self._clients} WHERE id IN ({marks})",  # noqa: S608
                     part,
                 ).fetchall()
             for client, number, digest, record in rows:
@@ -206,12 +209,27 @@ class Store:
             found[number] = layout_from_text(text)
         return found
 
+    def of_best(self) -> Store:
+        """The same store with the clients as the best round left them; for reading alone."""
+        other = copy.copy(self)
+        other._clients, other._changed = "best_clients", {}
+        other._cached, other._cached_bytes = OrderedDict(), 0
+        return other
+
     # -- rounds --
 
     def commit(
-        self, round: int, trees: dict[str, Tree], facts: dict[str, Any], rows: Sequence[Mapping[str, Any]]
+        self,
+        round: int,
+        trees: dict[str, Tree],
+        facts: dict[str, Any],
+        rows: Sequence[Mapping[str, Any]],
+        best: bool = False,
     ) -> None:
-        """Make a round lasting: server trees, facts, changed clients and the rounds' rows, or none of them."""
+        """Make a round lasting: server trees, facts, changed clients and the rounds' rows, or none of them.
+
+        The clients of the `best` round so far are put aside, for `of_best`.
+        """
         layouts = {client: layout_of(state.tree) for client, state in self._changed.items()}
         records = [(c, layouts[c], to_record(s.steps, s.tree, layouts[c])) for c, s in sorted(self._changed.items())]
         new = dict.fromkeys(layout for _, layout, _ in records if layout not in self._numbers)
@@ -242,6 +260,10 @@ class Store:
                     text = json.dumps(row)
                     values = (row["round"], text, _digest(text, f"round {row['round']}"))
                     self._db.execute("REPLACE INTO rounds VALUES (?,?,?)", values)
+                if best:
+                    self._db.execute("DROP TABLE IF EXISTS best_clients")
+                    self._db.execute("CREATE TABLE best_clients AS SELECT * FROM clients")
+                    self._db.execute("CREATE INDEX best_ids ON best_clients (id)")
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:

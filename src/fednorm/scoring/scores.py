@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fednorm.core.state import Tree
-from fednorm.core.task import Sums, Task
+from fednorm.core.task import AnyTask, Sums
 
 MOST_NUMBERS = 1 << 26
 """Numbers of a model's output that are kept at a time."""
@@ -41,7 +41,7 @@ class Scorer:
     keys: Collection[str]
     """of the model's own entries, since states may hold more"""
     tied: bool
-    task: Task
+    task: AnyTask
     inputs: Callable[[Tensor], Tensor]
     """raw rows as the model's numbers"""
     chunk: int

@@ -1,87 +1,90 @@
-"""What the outputs of a model mean: the only place that knows classification from segmentation."""
+"""What the outputs of a model mean, by name: the only place that knows one kind of problem from another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
-from fednorm.core.task import Sums, Task
-from fednorm.errors import unknown
+from fednorm.core.factories import Factories
+from fednorm.core.task import AnyTask
+from fednorm.errors import ConfigError, unknown
+from fednorm.scoring.class_weights import CrossEntropy, check_smoothing, read_weights
+from fednorm.scoring.classification import Classification, Segmentation
+from fednorm.scoring.multilabel import MultiLabel
+from fednorm.scoring.regression import LOSSES, Regression
 
-
-@dataclass(frozen=True)
-class Classification:
-    """Cross-entropy and accuracy, overall and per class."""
-
-    num_classes: int
-    name: str = "classification"
-    metric: str = "accuracy"
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(output, y)
-
-    def score(self, output: Tensor, y: Tensor) -> Sums:
-        hits = (output.argmax(1) == y).to(torch.float64)
-        zeros = torch.zeros(self.num_classes, dtype=torch.float64, device=y.device)
-        return {
-            "loss": functional.cross_entropy(output, y, reduction="sum").to(torch.float64),
-            "correct": zeros.index_add(0, y, hits),
-            "count": zeros.index_add(0, y, torch.ones_like(hits)),
-        }
-
-    def summary(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
-        correct, count = sums["correct"], sums["count"]
-        total = float(count.sum())
-        return {
-            "accuracy": 100 * float(correct.sum()) / total,
-            "loss": float(sums["loss"]) / total,
-            "per_class": [100 * float(c) / float(n) if n else None for c, n in zip(correct, count, strict=True)],
-        }
+EXAMPLE = "classification(weights=balanced,smoothing=0.1)"
 
 
 @dataclass(frozen=True)
-class Segmentation:
-    """Pixel cross-entropy with an ignored label, mean IoU and pixel accuracy."""
+class TaskData:
+    """What is known of the data where a task is made."""
 
-    num_classes: int
-    ignore_index: int = 255
-    name: str = "segmentation"
-    metric: str = "miou"
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(output, y.long(), ignore_index=self.ignore_index)
-
-    def score(self, output: Tensor, y: Tensor) -> Sums:
-        y = y.long()  # masks are stored as bytes
-        kept = y != self.ignore_index
-        pairs = (y * self.num_classes + output.argmax(1))[kept]
-        confusion = torch.bincount(pairs, minlength=self.num_classes**2).to(torch.float64)
-        loss = functional.cross_entropy(output, y, ignore_index=self.ignore_index, reduction="sum")
-        return {"loss": loss.to(torch.float64), "confusion": confusion.view(self.num_classes, -1)}
-
-    def summary(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
-        confusion = sums["confusion"]
-        hit, total = confusion.diagonal(), float(confusion.sum())
-        union = confusion.sum(0) + confusion.sum(1) - hit
-        ious = [100 * float(h) / float(u) if u else None for h, u in zip(hit, union, strict=True)]
-        present = [iou for iou in ious if iou is not None]
-        return {
-            "miou": sum(present) / len(present),
-            "pixel_accuracy": 100 * float(hit.sum()) / total,
-            "loss": float(sums["loss"]) / total,
-            "per_class": ious,
-        }
+    outputs: int
+    """classes, labels or targets"""
+    ignore_index: int = -100
+    counts: Callable[[], Sequence[int]] | None = None
+    """how many training examples, or pixels, of each class all clients have together, where that is known"""
+    device: str = "cpu"
 
 
-def make_task(name: str, num_classes: int, ignore_index: int = 255) -> Task:
-    """The task of a data set."""
-    if name == "classification":
-        return Classification(num_classes)
-    if name == "segmentation":
-        return Segmentation(num_classes, ignore_index)
-    raise unknown("task", name, ["classification", "segmentation"])
+TASKS = Factories[AnyTask]("task", EXAMPLE, given=TaskData, returns=cast(Any, AnyTask), called="fednorm.Task")
+register_task = TASKS.register
+"""Make a function that returns a `Task` available under a name; its keyword arguments are the options.
+
+A parameter of type `TaskData` is told what is known of the data.
+"""
+
+
+@register_task("classification")
+def _classification(data: TaskData, weights: str = "equal", smoothing: float = 0.0) -> AnyTask:
+    return Classification(data.outputs, _entropy(data, weights, smoothing))
+
+
+@register_task("segmentation")
+def _segmentation(data: TaskData, weights: str = "equal", smoothing: float = 0.0) -> AnyTask:
+    return Segmentation(data.outputs, data.ignore_index, _entropy(data, weights, smoothing))
+
+
+@register_task("multilabel")
+def _multilabel(data: TaskData, threshold: float = 0.5) -> AnyTask:
+    if not 0 < threshold < 1:
+        raise ConfigError(f"threshold={threshold} is out of range; give a probability between 0 and 1")
+    return MultiLabel(data.outputs, threshold)
+
+
+@register_task("regression")
+def _regression(loss: str = "mse") -> AnyTask:
+    if loss not in LOSSES:
+        raise unknown("loss", loss, LOSSES)
+    return Regression(loss)
+
+
+def _entropy(data: TaskData, weights: str, smoothing: float) -> CrossEntropy:
+    counts = data.counts() if data.counts and weights == "balanced" else None
+    return CrossEntropy(read_weights(weights, counts, data.outputs), check_smoothing(smoothing), data.device)
+
+
+def make_task(
+    expression: str,
+    num_classes: int,
+    ignore_index: int = 255,
+    *,
+    counts: Callable[[], Sequence[int]] | None = None,
+    device: torch.device | str = "cpu",
+) -> AnyTask:
+    """The task that an expression names, for data with this many classes, labels or targets.
+
+    >>> make_task("classification(smoothing=0.1)", 10).name
+    'classification(smoothing=0.1)'
+    """
+    data = TaskData(num_classes, ignore_index, counts, str(device))
+    try:
+        term, made = TASKS.make(expression, data)
+    except ConfigError as error:
+        known = str(error).startswith("task '")
+        raise error if known else ConfigError(f"task '{expression}': {error}") from None
+    return cast(AnyTask, replace(cast(Any, made), name=str(term))) if is_dataclass(made) else made

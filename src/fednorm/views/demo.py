@@ -7,7 +7,7 @@ from pathlib import Path
 from fednorm.running.comparison import compare
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.records import OnRow
-from fednorm.running.results import Result, cell_text
+from fednorm.running.results import Result
 
 METHODS = ("centralized", "standalone", "fedavg", "fedavg+gn", "fixbn", "fedbn")
 SEEDS = (0, 1)
@@ -34,22 +34,3 @@ def demo_config() -> RunConfig:
 def play_demo(out: str | Path, *, jobs: int = 2, on_row: OnRow | None = None) -> Result:
     """Run the demo's comparison into a folder."""
     return compare(METHODS, config=demo_config(), seeds=SEEDS, out=out, jobs=jobs, on_row=on_row)
-
-
-def what_was_seen(result: Result) -> str:
-    """One sentence from the pooled column: the best and the worst global model of a federation, and what was possible.
-
-    Methods that keep state on the clients are left out: their pooled cell is not the score of one model they made.
-    """
-    lines = result.table()
-    pooled = {line["method"]: line["pooled"] for line in lines if "pooled" in line}
-    federated = [line["method"] for line in lines if line["bytes_per_round"] and line["how"] == "global model"]
-    worst, *_, best = sorted(federated, key=lambda method: pooled[method]["mean"])
-    central = pooled["centralized"]
-    above = {method: central["mean"] - pooled[method]["mean"] for method in (best, worst)}
-    gaps = [f"{abs(gap):.1f} points {'above' if gap >= 0 else 'below'} {method}" for method, gap in above.items()]
-    return (
-        f"On the pooled test, among federated methods with one global model, {best} came out best "
-        f"({cell_text(pooled[best])}) and {worst} worst ({cell_text(pooled[worst])}); centralized "
-        f"training reached {cell_text(central)}, {' and '.join(gaps)}."
-    )

@@ -11,7 +11,7 @@ from torch import nn
 from fednorm import models
 from fednorm.core.expression import parse_term
 from fednorm.core.method import Method, Part, Pass, Phase
-from fednorm.core.optim import MOMENTUM_SGD
+from fednorm.core.optimizers import MOMENTUM_SGD
 from fednorm.core.state import Kind, Policy
 from fednorm.halves.cost import exchange_cost
 from fednorm.halves.prepared import Prepared, prepare

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 EXTRAS = {
-    "report": ("matplotlib", "plotly", "scipy", "duckdb"),
-    "data": ("pillow",),
+    "report": ("matplotlib", "pandas"),
+    "data": ("pillow", "scipy"),
+    "table": ("pyarrow",),
     "track": ("tensorboard",),
-    "hpo": ("optuna",),
-    "dp": ("opacus",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow-skinny",),
     "zoo": ("torchvision", "timm"),
-    "nvflare": ("nvflare",),
-    "flower": ("flwr",),
 }
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from fednorm.core.user_code import UserCode
 from fednorm.data.batches import UNION
-from fednorm.data.summary import summary
+from fednorm.data.client_facts import held
 from fednorm.engines.choose import seconds_of_step, steps_per_round
 from fednorm.running.config import to_dict
 from fednorm.running.plan import Plan
@@ -28,9 +29,8 @@ def preview(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.prepared.notes),
         "bytes_per_client": exchanges(plan.prepared, plan.optimizer),
         "clients_per_round": plan.cohort_size if plan.method.data == "each" else 1,
-        "clients": summary(
-            [rows.numpy() for rows in federation.clients], federation.y.cpu().numpy(), federation.num_classes
-        ),
+        "clients": held(federation),
+        "data_notes": list(federation.notes),
         "estimate": estimate(plan),
     }
 
@@ -65,6 +65,7 @@ def _seconds_of_example(plan: Plan) -> float:
     federation = plan.federation
     rows = torch.arange(min(federation.num_tests, plan.config.eval.chunk))
     started = time.perf_counter()
-    sums = plan.scorer.rows(plan.initial(), federation.tests, rows)
+    with UserCode(plan.prepared.name):
+        sums = plan.scorer.rows(plan.initial(), federation.tests, rows)
     float(sums["loss"])  # waits for the device
     return (time.perf_counter() - started) / len(rows)

@@ -101,6 +101,7 @@ def _pixels(path: Path, mode: str, size: tuple[int, int]) -> np.ndarray:
 
     with _open(path) as image:
         try:
+            image.load()
             ready = image.convert("RGBA") if "transparency" in image.info else image
             ready = ready if ready.mode == mode else ready.convert(mode)
             return np.array(ready if ready.size == size else ready.resize(size, Image.Resampling.BILINEAR))

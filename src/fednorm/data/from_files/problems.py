@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from fednorm.errors import ConfigError
 
@@ -24,6 +25,15 @@ def refuse(problems: Sequence[str], source: object) -> None:
     """Refuse data if there is a reason."""
     if problems:
         raise DataError(problems, f"fednorm data check {source}")
+
+
+@contextmanager
+def noted(problems: list[str]) -> Iterator[None]:
+    """Take down why something is refused, and go on to find out what else is wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

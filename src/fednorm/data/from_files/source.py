@@ -35,7 +35,7 @@ def find_source(name: str) -> Source | None:
     if not colon or kind not in KINDS:
         return None
     if not path:
-        raise ConfigError(f"'{name}' names no {KINDS[kind].lower()}; write {kind}:{KINDS[kind]}")
+        raise ConfigError(f"'{name}' has no path; write {kind}:{KINDS[kind]}")
     # Not resolved: a link that is moved to newer data is still the path the user gave.
     return Source(kind, Path(os.path.abspath(os.path.expanduser(path))))
 

@@ -50,7 +50,7 @@ def read_libsvm(path: Path) -> tuple[Tensor, Tensor]:
 
 def read_mat(path: Path) -> tuple[Tensor, Tensor]:
     """SVHN's and SynthDigits' MATLAB files: X (H, W, 3, N), y (N, 1), where 10 means the digit 0."""
-    require("scipy", "report", "reading MATLAB files")
+    require("scipy", "data", "reading MATLAB files")
     from scipy.io import loadmat
 
     try:

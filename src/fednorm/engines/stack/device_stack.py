@@ -50,6 +50,10 @@ class Assignment:
     def clients(self) -> Sequence[int]:
         return self.exchange.cohort
 
+    def num_steps(self, sites: Sites, client: int) -> int:
+        """Steps a client takes."""
+        return sites.num_steps(client, self.phase, self.exchange.shares.get(client, 1.0))
+
 
 class Work(NamedTuple):
     """The shape of a task."""
@@ -256,7 +260,7 @@ class DeviceStack:
     def exchange_ragged(self, run: int, task: Assignment) -> dict[int, LateReports]:
         """One exchange of a run whose clients have unequal work."""
         sites = self.runs[run]
-        work = [(c, first, sites.num_steps(c, task.phase)) for c, first in zip(task.clients, task.firsts, strict=True)]
+        work = [(c, first, task.num_steps(sites, c)) for c, first in zip(task.clients, task.firsts, strict=True)]
         steps = power_of_2(max(count for *_, count in work))  # so that there are few numbers of steps
         table = Table.of(sites.batches, work, steps)
         key, program = self._program(RaggedProgram, {run: task}, steps, table.rows.shape[-1])

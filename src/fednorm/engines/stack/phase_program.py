@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from fednorm.core.optim import joined
+from fednorm.core.optim import Joined
 from fednorm.core.reductions import merging
 from fednorm.core.report import Reports
 from fednorm.core.state import Policy, Tree
@@ -267,9 +267,11 @@ class PhaseProgram:
 
     def _mapped_step(self) -> Step:
         """The phase's step over the stack, with each client's own numbers."""
-        spec = self.sites.step_spec(self._pass)
-        optimizer = joined(on_stack(spec.optimizer), self._layouts["server"].channels_last)
-        spec = replace(spec, optimizer=optimizer, differentiate=lambda f: grad_and_value(f, has_aux=True))
+        spec = self.sites.step_spec(self._pass, mapped=True)
+        chosen = self.sites.optimizer
+        if chosen.elementwise:
+            spec = replace(spec, optimizer=Joined(on_stack(chosen), self._layouts["server"].channels_last))
+        spec = replace(spec, differentiate=lambda f: grad_and_value(f, has_aux=True))
         return torch.vmap(self._pass.step(spec))
 
     def _merge(self, state: Tree) -> tuple[Tree, Rows]:

@@ -91,7 +91,7 @@ class StackSlot:
     def _work(self, task: Assignment) -> Work:
         """The shape of a task; its work is equal where all take equally many steps, on batches of one size."""
         sites = self.sites
-        counts = {sites.num_steps(client, task.phase) for client in task.clients}
+        counts = {task.num_steps(sites, client) for client in task.clients}
         steps = counts.pop()
         each = () if counts else zip(task.clients, task.firsts, strict=True)
         sizes = set[int]().union(*(sites.batches.stream(client).sizes(first, steps) for client, first in each))
@@ -116,7 +116,7 @@ class StackSlot:
         if not task.exchange.keeps or not (kept or consumes):
             return
         for client, first in zip(task.clients, task.firsts, strict=True):
-            used = first + self.sites.num_steps(client, task.phase)
+            used = first + task.num_steps(self.sites, client)
             self.away[client] = used if consumes else self.away.get(client, first)
             self._kept.setdefault(client, set()).update(kept)
 
@@ -213,8 +213,16 @@ def local_bytes(sites: Sites) -> int:
 
 def can_stay(sites: Sites) -> bool:
     """Whether rounds of these clients can be played on their device from end to end; data to be read are not there."""
-    in_memory = sites.batches.pool.live is None
-    return in_memory and sites.device.type in DEVICES and local_bytes(sites) <= MOST_LOCAL_BYTES
+    if sites.device.type not in DEVICES or local_bytes(sites) > MOST_LOCAL_BYTES or sites.batches.pool.live is not None:
+        return False
+    counts = sites.habits.counts
+    if counts:
+        print(
+            f"stacked engine: rounds cannot stay on the device (the model changes its '{counts}' as it runs, which a "
+            "program would freeze); clients are stacked step by step",
+            file=sys.stderr,
+        )
+    return not counts
 
 
 def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:

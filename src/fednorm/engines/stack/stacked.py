@@ -31,7 +31,7 @@ from fednorm.engines.stack.device_stack import DeviceStack
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device
-from fednorm.errors import FednormError, first_line
+from fednorm.errors import ConfigError, FednormError, first_line
 from fednorm.halves.exchange import Held, Holder
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
 from fednorm.halves.site import Sites
@@ -46,6 +46,8 @@ class StackedEngine:
     rounds may be played on the device from end to end.
     """
 
+    processes = 1
+
     def __init__(self, runs: Sequence[Sites], *, precision: str = "fp32", stays: bool = True) -> None:
         # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.
         kernels = runs[0].device.type == "cuda" and HAS_TRITON and precision != "fp32"
@@ -54,16 +56,16 @@ class StackedEngine:
         if kernels:
             for sites in own:
                 use_kernels(sites.prepared.model, narrow)
-        self._trainers = {id(sites): StackTrainer(mine) for sites, mine in zip(runs, own, strict=True)}
+        self._trainers = {id(sites): StackTrainer(mine, precision) for sites, mine in zip(runs, own, strict=True)}
         self._runs = {id(sites): number for number, sites in enumerate(runs)}
         self._stack = DeviceStack(own) if stays and all(map(can_stay, runs)) else None
         if self._stack and len(runs) > 1:
             print(f"stacked engine: {len(runs)} runs are the same program and share one stack", file=sys.stderr)
 
     @property
-    def fell_back(self) -> bool:
-        """Whether the model could not be mapped over clients, so that they train one after the other."""
-        return any(trainer.fell_back for trainer in self._trainers.values())
+    def fell_back(self) -> str:
+        """Why the model could not be mapped over clients, so that they train one after the other."""
+        return next((trainer.fell_back for trainer in self._trainers.values() if trainer.fell_back), "")
 
     def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
         if self._stack is None:
@@ -109,14 +111,12 @@ class StackedEngine:
 class StackTrainer:
     """Trains clients of one run in stacks, step by step."""
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: Sites, precision: str = "fp32") -> None:
         self.sites = sites
+        self.fell_back = ""
+        self._precision = precision
         self._sequential: SequentialEngine | None = None
         self._most = sys.maxsize
-
-    @property
-    def fell_back(self) -> bool:
-        return self._sequential is not None
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
@@ -145,8 +145,13 @@ class StackTrainer:
             yield from done
 
     def _fall_back(self, error: Exception) -> None:
-        why = first_line(error)
-        print(f"stacked engine: the model cannot be mapped over clients ({why}); using sequential", file=sys.stderr)
+        self.fell_back = f"the model cannot be mapped over clients ({first_line(error)})"
+        if self._precision == "bf16":
+            raise ConfigError(
+                f"stacked engine: {self.fell_back}, and the sequential engine has no bf16; "
+                "give engine.precision=tf32 or fp32"
+            ) from error
+        print(f"stacked engine: {self.fell_back}; using sequential", file=sys.stderr)
         self._sequential = SequentialEngine(self.sites)
 
     def _train_stack(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fednorm.core.optim import SGD, buffer_key
+from fednorm.core.optimizers import sgd_update
 from fednorm.core.reductions import fold as folded
 from fednorm.engines.stack.kernels.ops import channels_last, channels_second, kernels_fit
 from fednorm.engines.stack.row_matrix import aligned_like
@@ -191,9 +191,9 @@ def _sgd_into(old: Pair, grads: list[Tensor], new: Pair, lr: Tensor, momentum: T
 
         run_sgd(old, grads, new, lr.contiguous(), momentum.contiguous(), decay.contiguous())
         return
-    held = {} if velocity is None else {buffer_key("momentum", "row"): velocity}
+    held = {} if velocity is None else {"momentum": velocity}
     numbers = {"lr": lr[:, None], "momentum": momentum[:, None], "weight_decay": decay[:, None]}
-    values, kept = SGD.update({"row": value}, {"row": torch.cat(grads, 1)}, held, numbers, {}, frozenset())
-    new[0].copy_(values["row"])
+    values, kept = sgd_update(value, torch.cat(grads, 1), held, numbers)
+    new[0].copy_(values)
     if new[1] is not None:
-        new[1].copy_(kept[buffer_key("momentum", "row")])
+        new[1].copy_(kept["momentum"])

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fednorm.core.optim import SGD, Factors, Keys, Optimizer, buffer_key
+from fednorm.core.optim import Optimizer
+from fednorm.core.optimizers import sgd_update
 from fednorm.core.reductions import Cohort
 from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels import element_ops
@@ -56,22 +57,13 @@ class _Fold(_OverStack):
 
 def on_stack(optimizer: Optimizer) -> Optimizer:
     """The optimizer with its update of a vector as one operator over the stack, where there is one."""
-    return replace(optimizer, update=_sgd_of_vectors) if optimizer.name == SGD.name else optimizer
+    return replace(optimizer, update=_sgd_of_vector) if optimizer.update is sgd_update else optimizer
 
 
-def _sgd_of_vectors(
-    params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors, spared: Keys = frozenset()
-) -> tuple[Tree, Tree]:
-    lr, momentum, decay = (cast(Tensor, numbers[name]) for name in ("lr", "momentum", "weight_decay"))
-    new_params, new_buffers = {}, {}
-    for key, value in params.items():
-        name = buffer_key("momentum", key)
-        rate = lr * factors[key] if key in factors else lr
-        lost = torch.zeros_like(decay) if key in spared else decay
-        new_params[key], moved = cast(Any, _Sgd.apply(value, grads[key], buffers.get(name), rate, momentum, lost))
-        if name in buffers:
-            new_buffers[name] = moved
-    return new_params, buffers | new_buffers
+def _sgd_of_vector(value: Tensor, grad: Tensor, buffers: Tree, numbers: Numbers) -> tuple[Tensor, Tree]:
+    rates = (cast(Tensor, numbers[name]) for name in ("lr", "momentum", "weight_decay"))
+    new, moved = cast(Any, _Sgd.apply(value, grad, buffers.get("momentum"), *rates))
+    return new, {"momentum": moved} if buffers else {}
 
 
 class StackCohort(Cohort):

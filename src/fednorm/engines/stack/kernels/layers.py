@@ -247,7 +247,7 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
     dense = any(isinstance(m, _BatchNorm) and type(m) is not nn.BatchNorm2d for m in model.modules())
     changed = 0
     for module in model.modules():
-        if type(module) is nn.Conv2d and _plain(module):
+        if _is_plain(module):
             module.__class__ = StackConv2d
             vars(module).update(narrow=narrow, dense=dense)
         elif type(module) is nn.BatchNorm2d:
@@ -273,9 +273,15 @@ def _widen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.to(wide) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
 
 
-def _plain(conv: nn.Conv2d) -> bool:
+def can_narrow(model: nn.Module) -> bool:
+    """Whether a model has a convolution that can round its inputs."""
+    return any(map(_is_plain, model.modules()))
+
+
+def _is_plain(conv: nn.Module) -> bool:
     return (
-        conv.groups == 1
+        type(conv) is nn.Conv2d
+        and conv.groups == 1
         and conv.dilation == (1, 1)
         and conv.stride[0] == conv.stride[1]
         and not isinstance(conv.padding, str)

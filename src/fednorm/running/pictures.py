@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fednorm.errors import require
+from fednorm.errors import ConfigError, require
 from fednorm.files import disk_errors
 from fednorm.running.records import RunResult
-from fednorm.running.results import PROTOCOLS, Result
+
+if TYPE_CHECKING:
+    from fednorm.running.results import Result
+
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -20,13 +24,15 @@ TITLES = {
 }
 
 
-def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[str, ...] = PROTOCOLS) -> Path:
+def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[str, ...] = tuple(TITLES)) -> Path:
     """Draw the score of every method by round, one panel a protocol: the mean over seeds, and their range as a band."""
     require("matplotlib", "report", "a picture of the curves")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [name for name in protocols if all(name in run["curves"] for run in result.runs)]
+    if not shown:
+        raise ConfigError("there is no curve to draw: no round was scored by all runs in the same way")
     figure = Figure(figsize=(4.6 * len(shown), 4.1), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
@@ -46,12 +52,13 @@ def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[s
         joined = any(_is_joined(run, protocol) for run in result.runs)
         axis.set_title(TITLES[protocol] + (" (dashed: not one global model)" if joined else ""), fontsize=11)
         axis.set_xlabel("round")
-        axis.set_ylim(0, 100)
+        if result.percent:
+            axis.set_ylim(0, 100)
         axis.margins(x=0.01)
         axis.grid(axis="y", color="0.9", linewidth=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel(f"{result.metric} (%)")
+    axes[0].set_ylabel(f"{result.metric} (%)" if result.percent else result.metric)
     handles, labels = axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     if title:

@@ -1,0 +1,79 @@
+"""The runs that a comparison consists of, each with a folder of its own, and how some are played in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fednorm.core.method import Method
+from fednorm.errors import CheckpointError
+from fednorm.files import read_json
+from fednorm.running.api import opened, play_all
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.folder import RunFolder
+from fednorm.running.given import Objects, config_in
+from fednorm.running.plan import Plan
+from fednorm.running.records import OnRow, RunId, RunResult, read_result
+from fednorm.running.same_program import shares_stack
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a comparison."""
+
+    id: RunId
+    folder: RunFolder
+    config: RunConfig
+    objects: Objects
+
+    def plan(self) -> Plan:
+        return self.objects.plan(self.config)
+
+    def result(self) -> RunResult:
+        """What came out of it."""
+        path = self.folder.result
+        return read_result(read_json(path), f"'{path}'")["runs"][0]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was played to its end; one that was stopped early was not."""
+        return self.folder.result.exists() and self.result()["rounds_done"] == self.config.rounds
+
+
+def cells_in(stored: Mapping[str, Any], folder: RunFolder, objects: Objects, named: Mapping[str, Method]) -> list[Cell]:
+    """The runs of a comparison, as its config.json names them."""
+    if "compare" not in stored:
+        raise CheckpointError(f"'{folder.config}' is not the config of a comparison")
+    base = config_in(stored)
+    ids = [RunId(method, seed) for seed in stored["compare"]["seeds"] for method in stored["compare"]["methods"]]
+    return [
+        Cell(
+            id,
+            RunFolder(folder.path / id.file_name),
+            updated(base, id._asdict()),
+            replace(objects, method=named.get(id.method)),
+        )
+        for id in ids
+    ]
+
+
+def packs(pending: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells to be played in step, since they seem to be the same program on a device where that is worth it."""
+    found: list[list[Cell]] = []
+    for cell in pending:
+        for together in found:
+            by_name = not (together[0].objects.method or cell.objects.method)
+            if by_name and shares_stack(together[0].config, cell.config):
+                together.append(cell)
+                break
+        else:
+            found.append([cell])
+    return found
+
+
+def play_cells(cells: Sequence[Cell], on_row: OnRow | None) -> None:
+    """Play some runs in step, each in its folder."""
+    with ExitStack() as held:
+        play_all([held.enter_context(opened(cell.folder, cell.plan(), on_row=on_row)) for cell in cells])

@@ -1,0 +1,113 @@
+"""Runs of a comparison in processes of their own, some at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue as queues
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from fednorm.engines.worker_messages import CannotSend, load, pack
+from fednorm.errors import ConfigError, FednormError, first_line
+from fednorm.running.cells import Cell, play_cells
+from fednorm.running.given import Objects
+from fednorm.running.records import OnRow, RoundRow, RunId
+from fednorm.running.stopping import Interrupted, Stop, orderly_stop
+
+
+def _work(cell: Cell, packed: bytes, told: Any, enough: Any) -> None:
+    """A worker process: play one run, tell its rows, and tell how it ended."""
+
+    def tell(run: RunId, row: RoundRow) -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            raise Interrupted(signal.SIGTERM)  # killed: nobody would read on, and whoever resumes wants the folder
+        told.put((run, row))
+        if enough.is_set():
+            raise Stop
+
+    try:
+        play_cells([replace(cell, objects=_unpacked(packed))], tell)
+    except FednormError as error:
+        error.add_note(f"in the process of {cell.id}:\n{traceback.format_exc()}")  # which does not come along
+        told.put((cell.id, error))
+    except Interrupted:
+        pass
+
+
+def _unpacked(packed: bytes) -> Objects:
+    try:
+        return load(packed)
+    except Exception as error:  # a class that another process does not find
+        raise ConfigError(
+            f"what was given cannot be rebuilt in another process ({first_line(error)}); "
+            "define it in a module of its own, or use jobs=1"
+        ) from None
+
+
+def _packed(objects: Objects) -> bytes:
+    try:
+        return pack(objects, f"the given {', '.join(objects.names)}")
+    except CannotSend as refusal:
+        raise ConfigError(f"{refusal}; define it at the top of a module, or use jobs=1") from None
+
+
+def _tell(on_row: OnRow, run: RunId, row: RoundRow, enough: Any) -> None:
+    """Tell who watches of another process's round; if they want it to be the last, that process hears of it."""
+    try:
+        on_row(run, row)
+    except Stop:
+        enough.set()
+
+
+def play_in_processes(pending: Sequence[Cell], jobs: int, on_row: OnRow | None) -> None:
+    """Play runs in processes, `jobs` at a time; the first failure ends all of them."""
+    # Fresh interpreters: a fork of a process that has used torch's threads may hang.
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # whose start would undo the block of signals below
+    told = context.Queue()
+    waiting = [(cell, _packed(cell.objects)) for cell in pending]
+    enough = {cell.id: context.Event() for cell in pending}
+    working: dict[BaseProcess, Cell] = {}
+    asked_to_end: set[BaseProcess] = set()
+    failure: FednormError | None = None
+    with orderly_stop() as stopped:
+        while waiting or working:
+            while waiting and len(working) < jobs and not stopped() and failure is None:
+                cell, packed = waiting.pop(0)
+                bare = replace(cell, objects=Objects())
+                process = context.Process(target=_work, args=(bare, packed, told, enough[cell.id]))
+                # A worker inherits the block: Ctrl-C in a terminal reaches this process alone, which ends the others.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                process.start()
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                working[process] = cell
+            try:
+                run, news = told.get(timeout=0.2)
+                if isinstance(news, FednormError):
+                    failure = failure or news
+                elif on_row and not enough[run].is_set():
+                    _tell(on_row, run, news, enough[run])
+            except queues.Empty:
+                pass
+            if stopped() or failure:
+                waiting.clear()
+                for process in working.keys() - asked_to_end:
+                    process.terminate()
+                    asked_to_end.add(process)  # asked twice, a worker would not finish its round
+            for process in [process for process in working if not process.is_alive()]:
+                cell = working.pop(process)
+                process.join()
+                if process.exitcode and not stopped() and failure is None:
+                    failure = FednormError(
+                        f"the process of {cell.id.method}, seed {cell.id.seed}, ended with {process.exitcode}"
+                    )
+        if stopped():
+            raise Interrupted(stopped())
+    if failure:
+        raise failure

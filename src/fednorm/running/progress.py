@@ -1,0 +1,161 @@
+"""How far a run is: bars in a terminal, lines in a file. A run that is taken up again counts on."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from fednorm.running.folder import RunFolder
+from fednorm.running.records import RoundRow, RunId, number_text, score_of
+
+
+@dataclass(frozen=True)
+class Before:
+    """What there was of some runs when they were taken up again."""
+
+    finished: int = 0
+    """runs that had ended"""
+    seconds: Mapping[RunId, Mapping[int, float]] = field(default_factory=dict)
+    """seconds of the rounds of each run that had not, by number"""
+
+
+def done_before(folders: Mapping[RunId, Path]) -> Before:
+    """What the folders of some runs hold; those that are not there yet hold nothing."""
+    ended = [run for run, path in folders.items() if RunFolder(path).result.exists()]
+    return Before(len(ended), {run: _seconds(path) for run, path in folders.items() if run not in ended})
+
+
+def _seconds(folder: Path) -> dict[int, float]:
+    """Seconds by round. Rounds after the last checkpoint are played, and counted, again; a line may be torn."""
+    metrics = RunFolder(folder).metrics
+    found: dict[int, float] = {}
+    for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
+        try:
+            row = json.loads(line)
+            found[int(row["round"])] = float(row.get("seconds", 0.0))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return found
+
+
+class Pace:
+    """Rounds per second and the time left, by run, from the rounds seen; seconds of all, those before included."""
+
+    def __init__(self, rounds: int, before: Before | None = None) -> None:
+        self.rounds = rounds
+        self._seen: dict[RunId, list[float]] = defaultdict(list)
+        self._seconds: dict[RunId, dict[int, float]] = defaultdict(dict)
+        for run, seconds in (before or Before()).seconds.items():
+            self._seconds[run].update(seconds)
+
+    def tell(self, run: RunId, row: RoundRow) -> str:
+        """Text such as `4.2 rounds/s, 0:00:09 left`; the pace is today's, whatever machine played the first rounds."""
+        seconds = row.get("seconds", 0.0)
+        self._seconds[run][row["round"]] = seconds
+        self._seen[run].append(seconds)
+        rate = len(self._seen[run]) / max(sum(self._seen[run]), 1e-9)
+        left = round((self.rounds - row["round"]) / rate)
+        return f"{rate:.1f} rounds/s, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+
+    def seconds(self, run: RunId) -> float:
+        """Seconds of all rounds of a run so far."""
+        return sum(self._seconds[run].values())
+
+
+def headline(row: RoundRow) -> str | None:
+    """The global model's score of a round, if it was scored: `accuracy 71.2`."""
+    metric, scores = row.get("metric"), row.get("eval", {})
+    if metric is None or metric["name"] not in scores.get("pooled", {}):
+        return None
+    value = score_of(scores, "pooled", metric["name"])
+    return f"{metric['name']} {number_text(value, metric['percent'])}"
+
+
+def gone_on(before: Before, rounds: int, runs: int) -> Iterable[str]:
+    """What is said first of runs that are taken up again."""
+    if runs > 1 and before.finished:
+        yield f"[{before.finished}/{runs}] done before"
+    for run, seconds in before.seconds.items():
+        if seconds:
+            yield f"{run} goes on after round {max(seconds)}/{rounds}"
+
+
+class PlainLines:
+    """For files and pipes: a line for every round that was scored, or for every run that is done if there are many."""
+
+    def __init__(self, rounds: int, runs: int, stream: TextIO, before: Before | None = None) -> None:
+        before = before or Before()
+        self.pace = Pace(rounds, before)
+        self.runs = runs
+        self.finished = before.finished
+        self.stream = stream
+        for line in gone_on(before, rounds, runs):
+            self._print(line)
+
+    def __enter__(self) -> PlainLines:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        return None
+
+    def __call__(self, run: RunId, row: RoundRow) -> None:
+        pace, score = self.pace.tell(run, row), headline(row)
+        if self.runs == 1 and score:
+            self._print(f"{run}  round {row['round']}/{self.pace.rounds}  {score}  {pace}")
+        elif self.runs > 1 and row["round"] == self.pace.rounds:
+            self.finished += 1
+            took = self.pace.seconds(run)
+            self._print("  ".join(filter(None, (f"[{self.finished}/{self.runs}] {run}", score, f"{took:.0f} s"))))
+
+    def _print(self, line: str) -> None:
+        print(line, file=self.stream, flush=True)
+
+
+class Bars:
+    """One bar for each run at work, one line for each that is done."""
+
+    def __init__(self, rounds: int, runs: int, stream: TextIO, before: Before | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        before = before or Before()
+        self.pace = Pace(rounds, before)
+        self.runs = runs
+        self.scores: dict[RunId, str] = {}
+        self.tasks: dict[RunId, Any] = {}
+        self.finished = before.finished
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(file=stream, highlight=False),
+            transient=True,
+        )
+        for line in gone_on(before, rounds, runs):
+            self.progress.console.print(line, markup=False)
+
+    def __enter__(self) -> Bars:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.progress.stop()
+
+    def __call__(self, run: RunId, row: RoundRow) -> None:
+        if run not in self.tasks:
+            self.tasks[run] = self.progress.add_task(str(run), total=self.pace.rounds, note="")
+        pace = self.pace.tell(run, row)
+        self.scores[run] = headline(row) or self.scores.get(run, "")
+        note = "  ".join(filter(None, (self.scores[run], pace)))
+        self.progress.update(self.tasks[run], completed=row["round"], note=note)
+        if row["round"] == self.pace.rounds:
+            self.progress.remove_task(self.tasks[run])
+            self.finished += 1
+            counter = f"[{self.finished}/{self.runs}] " if self.runs > 1 else ""
+            took = self.pace.seconds(run)
+            self.progress.console.print(f"{counter}{run}  {self.scores[run]}  {took:.0f} s", markup=False)

@@ -1,0 +1,105 @@
+"""A trial before anything is written: one small batch through the model, the loss and the scores.
+
+It is done on copies, and generators are put back, so that a run does not notice it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fednorm.core.phases import PhaseId, Purpose
+from fednorm.core.state import model_state
+from fednorm.core.step import Batch, forward, training_mode
+from fednorm.core.user_code import UserCode, is_users, user_error
+from fednorm.errors import ConfigError, FednormError
+from fednorm.running.plan import Plan, build_model
+
+ROWS = 2
+"""Examples of the trial: as few as a batch norm can train on."""
+
+
+def try_out(plan: Plan, model: nn.Module | None = None) -> None:
+    """Refuse a model or a task that fails on the data, or that does not fit it; `model` is one given in Python."""
+    rows, key = plan.batches.rows_and_key(plan.federation.training_clients[0], 0)
+    batch = Batch(*plan.batches.take(rows[:ROWS], key), key)
+    with _generators_put_back(plan.device), UserCode(plan.prepared.name):
+        try:
+            _train(plan, batch)
+            _score(plan)
+        except FednormError:
+            raise
+        except Exception as error:
+            if not is_users(error):
+                _refuse_bare(plan, model, batch)
+            raise
+
+
+def _train(plan: Plan, batch: Batch) -> None:
+    """A forward pass as in training, and the loss of what comes out."""
+    each = plan.phase(PhaseId(Purpose.TRAIN, 0, len(plan.method.stages[0]) - 1)).passes[0]
+    spec = replace(plan.step_spec(each), model=copy.deepcopy(plan.prepared.model))
+    with torch.no_grad(), training_mode(spec.model, each.rule.hold):
+        output = forward(spec, {}, batch.x, batch.key)
+        _check_outputs(plan, output)
+        _check_loss(plan, plan.task.loss(output, batch.y))
+
+
+def _score(plan: Plan) -> None:
+    """A forward pass as in a test, and the scores of what comes out."""
+    federation = plan.federation
+    model = copy.deepcopy(plan.prepared.model)
+    rows = torch.arange(min(ROWS, len(federation.test_y)))
+    state = model_state(model, plan.prepared.entries)
+    replace(plan.scorer, model=model).rows(state, (federation.test_x, federation.test_y), rows)
+
+
+def _check_outputs(plan: Plan, output: Any) -> None:
+    """Too few outputs fail only where a label is larger, and on a GPU without a word."""
+    classes = getattr(plan.task, "num_classes", 0)
+    if isinstance(output, Tensor) and output.dim() > 1 and output.shape[1] < classes:
+        raise ConfigError(
+            f"{plan.prepared.name} has {output.shape[1]} outputs for {classes} classes; "
+            f"give it {classes}, or data with fewer classes"
+        )
+
+
+def _check_loss(plan: Plan, loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"the loss of task '{plan.task.name}' must be one number for a batch; it is {got}")
+
+
+def _refuse_bare(plan: Plan, model: nn.Module | None, batch: Batch) -> None:
+    """Where a layer of ours fails inside a model: raise the user's error if it fails without surgery as well."""
+    network = build_model(plan.config, plan.federation) if model is None else model
+    try:
+        _bare_output(network, batch.x)
+    except Exception as error:
+        raise user_error(error, plan.prepared.name) from error
+
+
+def _bare_output(network: nn.Module, x: Tensor) -> Any:
+    dtype = x.dtype if x.is_floating_point() else None
+    with torch.no_grad():
+        return copy.deepcopy(network).to(x.device, dtype).train()(x)
+
+
+@contextmanager
+def _generators_put_back(device: torch.device) -> Iterator[None]:
+    """Every generator that a model may draw from, as it was."""
+    ours, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(numpys)
