@@ -48,6 +48,7 @@ def register_model(
     summary: str = "",
     paper: str = "",
     task: Literal["classification", "segmentation"] = "classification",
+    inputs: Literal["images", "tokens"] = "images",
     image_size: int = 32,
     num_classes: int = 10,
 ) -> Callable[[Make], Make]:
@@ -65,6 +66,7 @@ def register_model(
             summary=summary_of(make, summary),
             paper=paper,
             task=task,
+            inputs=inputs,
             image_size=image_size,
             num_classes=num_classes,
             make=make,
