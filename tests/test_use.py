@@ -181,9 +181,7 @@ def test_a_file_that_changed_is_named_and_used(folder: Path) -> None:
     path.write_text(path.read_text().replace("statistics are averaged", "statistics too"))
     done = command("resume", "a", *use, "--quiet")
     assert done.code == 0
-    assert done.err == (
-        f"warning: '{path}' has changed since the run was started; from here on the new one is used\n"
-    )
+    assert done.err == (f"warning: '{path}' has changed since the run was started; from here on the new one is used\n")
     assert fednorm.known_methods()["local-affine"].summary == "gamma and beta stay on the client, statistics too"
 
 
