@@ -54,7 +54,9 @@ def _train(plan: Plan, batch: Batch) -> None:
 
 
 def _score(plan: Plan) -> None:
-    """A forward pass as in a test, and the scores of what comes out."""
+    """A forward pass as in a test, and the scores of what comes out; not where a query brings statistics first."""
+    if plan.method.query is not None:
+        return
     federation = plan.federation
     model = copy.deepcopy(plan.prepared.model)
     rows = torch.arange(min(ROWS, federation.num_tests))
