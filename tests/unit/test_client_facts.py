@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fednorm.cli.data_text import facts_text
-from fednorm.data.client_facts import federation_facts, feature_shift, label_counts, label_shift
+from fednorm.data.client_facts import feature_shift, federation_facts, label_counts, label_shift
 from fednorm.data.federation import Federation
 
 
@@ -17,9 +17,8 @@ def two_clients(x: Tensor, y: Tensor, **fields: object) -> Federation:
     """The first two rows are one client's, the last two the other's; each is tested on one of its rows."""
     rows = (torch.tensor([0, 1]), torch.tensor([2, 3]))
     own = (torch.tensor([0]), torch.tensor([1]))
-    made = Federation(
-        name="own", x=x, y=y, clients=rows, test_x=x[:2], test_y=y[:2], own_test=own, num_classes=3, client_names=("a", "b")
-    )  # fmt: skip
+    tests = {"test_x": x[:2], "test_y": y[:2], "own_test": own}
+    made = Federation(name="own", x=x, y=y, clients=rows, **tests, num_classes=3, client_names=("a", "b"))
     return replace(made, **fields)  # pyright: ignore[reportArgumentType]
 
 
