@@ -217,8 +217,8 @@ def test_a_result_says_how_its_data_were_read() -> None:
         ),
         (
             "classification(weights=balanced)",
-            "task 'classification(weights=balanced)': own data is read anew in every epoch and does not list its labels, "
-            "which weights by class need; leave num_classes to be found, or give the weights themselves",
+            "task 'classification(weights=balanced)': own data is read anew in every epoch and does not list its "
+            "labels, which weights by class need; leave num_classes to be found, or give the weights themselves",
         ),
     ],
 )
