@@ -22,7 +22,7 @@ from fednorm.data.client_facts import federation_facts, held
 from fednorm.data.digest import data_digests
 from fednorm.data.federation import Federation
 from fednorm.data.given import from_clients, from_pool
-from fednorm.errors import ConfigError
+from fednorm.errors import ConfigError, UserCodeError
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store
 
@@ -240,7 +240,7 @@ def test_data_that_are_read_cannot_be_looked_at_as_a_whole() -> None:
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_an_item_that_cannot_be_read_is_named(loaders: int) -> None:
     data = federation(noisy.Broken, read="anew")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UserCodeError) as refused:
         tiny.play(plan(data=data, engine__loaders=loaders))
     assert str(refused.value) in {
         f"client {client}, item 5: reading it failed with OSError: no such file: image_5.png" for client in range(3)
