@@ -126,31 +126,6 @@ def test_only_what_draws_is_watched_in_training() -> None:
     assert plan("functional dropout").habits == Habits(draws=True, special=True)
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.head = nn.Linear(36, tiny.NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.head(x.flatten(1))
-
-
-def test_a_model_that_counts_in_python_is_not_frozen(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})
-    model = nn.Sequential(Counting()).double()
-    run = tiny.play(tiny.plan(model=model, engine__name="stacked", **SMALL))
-    assert not isinstance(run.server.held, StackSlot)
-    assert capsys.readouterr().err == (
-        "stacked engine: rounds cannot stay on the device (the model changes its '0.calls' as it runs, which a program "
-        "would freeze); clients are stacked step by step\n"
-    )
-    assert model[0].calls == 0
-
-
 class Shuffling(nn.Module):
     """It draws in a way that has no stand-in."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from fednorm.core.method import Facts, Method, Phase, Rule
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
-from fednorm.errors import ConfigError
+from fednorm.errors import ConfigError, first_line
 from fednorm.layers.embeddings import refuse_special_embeddings
 from fednorm.layers.keyed import key_names
 from fednorm.pieces.surgery import KeyDropout
@@ -91,7 +91,7 @@ def prepare(
 ) -> Prepared:
     """Apply a method's surgery to a copy of the model, on the host and in this type of number, and list the result."""
     refuse_special_embeddings(model)
-    model = copy.deepcopy(model).to("cpu", dtype)
+    model = _copied(model, name).to("cpu", dtype)
     notes: list[str] = []
     for part, surgery in method.surgery:
         model, report = surgery(model)
@@ -110,6 +110,16 @@ def prepare(
     return Prepared(
         method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes), name
     )
+
+
+def _copied(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be copied, and runs work on a copy ({first_line(error)}); "
+            "let it hold layers, parameters and plain values only"
+        ) from error
 
 
 def surgery_done(model: nn.Module) -> tuple[str, ...] | None:
