@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from fednorm.core.claims import MERGE_STATISTICS, MERGE_TRAINED, PROXIMAL_TERM, WEIGHTS
 from fednorm.core.expression import NAME, Term, parse_terms
 from fednorm.core.method import Method, Part
+from fednorm.core.numbers import refuse_numbers
 from fednorm.core.phases import Purpose
 from fednorm.core.state import Kind, Policy
 from fednorm.errors import ConfigError, unknown
@@ -106,6 +107,7 @@ def refuse_contradictions(method: Method) -> None:
             f"'{method.name}' cannot work: centralized training has no clients that could keep state or step "
             "together; leave out centralized or the other part"
         )
+    refuse_numbers(method)
     _refuse_what_cannot_merge(method)
     _refuse_lockstep(method, local)
     for phase in (phase for id, phase in method.all_phases.items() if id.purpose is not Purpose.TRAIN):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fednorm.core.method import Facts, Method, Phase, Rule
+from fednorm.core.numbers import refuse_numbers
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
 from fednorm.errors import ConfigError
@@ -89,6 +90,7 @@ def prepare(
     dtype: torch.dtype | None = None,
 ) -> Prepared:
     """Apply a method's surgery to a copy of the model, on the host and in this type of number, and list the result."""
+    refuse_numbers(method)
     model = copy.deepcopy(model).to("cpu", dtype)
     notes: list[str] = []
     for part, surgery in method.surgery:
@@ -105,7 +107,8 @@ def prepare(
     if not allow_noop:
         refuse_noop(method, facts, name)
     model.__dict__[_SURGERY_DONE] = tuple(part for part, _ in method.surgery)
-    return Prepared(method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes), name)
+    initial = model_state(model, listing)
+    return Prepared(method, model.eval(), facts, tuple(key_names(model)), initial, tuple(notes), name)
 
 
 def surgery_done(model: nn.Module) -> tuple[str, ...] | None:

@@ -66,9 +66,7 @@ def compare(
     return resume_comparison(folder, jobs=jobs, on_row=on_row)
 
 
-def settled(
-    methods: Sequence[str], config: RunConfig, seeds: Sequence[int], jobs: int
-) -> tuple[RunConfig, list[str]]:
+def settled(methods: Sequence[str], config: RunConfig, seeds: Sequence[int], jobs: int) -> tuple[RunConfig, list[str]]:
     """The config of a comparison's runs and the names of its methods, or a refusal of what cannot be compared."""
     refuse_ranks("a comparison")
     names = _distinct([parse(method).name for method in methods], "method")

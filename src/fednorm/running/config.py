@@ -6,6 +6,7 @@ The string under each field is its help text.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -168,7 +169,7 @@ def _check_ranges(config: RunConfig) -> None:
         "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
     }
     for name, (value, least) in at_least.items():
-        if value is not None and not value >= least:  # also refuses NaN
+        if value is not None and not least <= value < math.inf:  # also refuses NaN
             raise ConfigError(f"{name}={value} is out of range; give {least} or more")
     if not 0 <= data.val_fraction < 1:
         raise ConfigError(f"data.val_fraction={data.val_fraction} is out of range; give 0 up to below 1")

@@ -96,10 +96,10 @@ def _bare_output(network: nn.Module, x: Tensor) -> Any:
 @contextmanager
 def _generators_put_back(device: torch.device) -> Iterator[None]:
     """Every generator that a model may draw from, as it was."""
-    ours, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    ours, numpys = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(ours)
-        np.random.set_state(numpys)  # noqa: NPY002
+        np.random.set_state(numpys)
