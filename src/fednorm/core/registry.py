@@ -14,6 +14,7 @@ from fednorm.core.method import Method, Part
 from fednorm.core.numbers import refuse_numbers
 from fednorm.core.phases import Purpose
 from fednorm.core.state import Kind, Policy
+from fednorm.core.user_code import UserCode
 from fednorm.errors import ConfigError, unknown
 
 Factory = Callable[..., Part]
@@ -61,6 +62,7 @@ def known_methods() -> Mapping[str, MethodInfo]:
     return dict(sorted(_REGISTRY.items()))
 
 
+_MODEL = "the model"  # none is there yet
 _EXAMPLE = "fixbn(at=0.5)+local-momentum"
 
 
@@ -81,8 +83,7 @@ def parse(expression: str | Method) -> Method:
     for term in parse_terms(expression, "method", _EXAMPLE):
         if term.name not in known:
             raise unknown("method", term.name, known, "fednorm methods")
-        made = known[term.name].make(**checked_options(term, known[term.name].make))
-        part = replace(made, label=str(term))
+        part = _made(term, known[term.name].make)
         for claim in sorted(part.claims):
             if claim in claimed:
                 raise ConfigError(
@@ -90,12 +91,21 @@ def parse(expression: str | Method) -> Method:
                     f"both decide {_in_words(claim)}; keep one"
                 )
             claimed[claim] = part.label
-        method = part.change(method)
+        with UserCode(_MODEL):
+            method = part.change(method)
         surgery = tuple((owner or part.label, operation) for owner, operation in method.surgery)
         method = replace(method, surgery=surgery, parts=(*method.parts, part))
     method = replace(method, name="+".join(part.label for part in method.parts))
     refuse_contradictions(method)
     return method
+
+
+def _made(term: Term, make: Factory) -> Part:
+    with UserCode(_MODEL):
+        part = make(**checked_options(term, make))
+    if not isinstance(part, Part):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"method '{term.name}' must return a Part; it returned {type(part).__name__}")
+    return replace(part, label=str(term))
 
 
 def refuse_contradictions(method: Method) -> None:

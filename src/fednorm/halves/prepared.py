@@ -15,6 +15,7 @@ from fednorm.core.method import Facts, Method, Phase, Rule
 from fednorm.core.numbers import refuse_numbers
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
+from fednorm.core.user_code import UserCode, failed
 from fednorm.errors import ConfigError
 from fednorm.layers.keyed import key_names
 from fednorm.pieces.surgery import KeyDropout
@@ -91,10 +92,14 @@ def prepare(
 ) -> Prepared:
     """Apply a method's surgery to a copy of the model, on the host and in this type of number, and list the result."""
     refuse_numbers(method)
-    model = copy.deepcopy(model).to("cpu", dtype)
+    try:
+        model = copy.deepcopy(model).to("cpu", dtype)
+    except Exception as error:
+        raise failed(f"{name} cannot be copied", error) from error
     notes: list[str] = []
     for part, surgery in method.surgery:
-        model, report = surgery(model)
+        with UserCode(name):
+            model, report = surgery(model)
         notes += report.notes
         if report.changed == 0 and not allow_noop:
             raise ConfigError(_noop(method, part, name, f"{report.target} to work on"))
