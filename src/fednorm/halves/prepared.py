@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from fednorm.core.method import Facts, Method, Phase, Rule
+from fednorm.core.numbers import refuse_numbers
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
-from fednorm.errors import ConfigError, first_line
+from fednorm.core.user_code import UserCode, failed
+from fednorm.errors import ConfigError
 from fednorm.layers.embeddings import refuse_special_embeddings
 from fednorm.layers.keyed import key_names
 from fednorm.pieces.surgery import KeyDropout
@@ -91,10 +93,12 @@ def prepare(
 ) -> Prepared:
     """Apply a method's surgery to a copy of the model, on the host and in this type of number, and list the result."""
     refuse_special_embeddings(model)
+    refuse_numbers(method)
     model = _copied(model, name).to("cpu", dtype)
     notes: list[str] = []
     for part, surgery in method.surgery:
-        model, report = surgery(model)
+        with UserCode(name):
+            model, report = surgery(model)
         notes += report.notes
         if report.changed == 0 and not allow_noop:
             raise ConfigError(_noop(method, part, name, f"{report.target} to work on"))
@@ -107,19 +111,16 @@ def prepare(
     if not allow_noop:
         refuse_noop(method, facts, name)
     model.__dict__[_SURGERY_DONE] = tuple(part for part, _ in method.surgery)
-    return Prepared(
-        method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes), name
-    )
+    initial = model_state(model, listing)
+    return Prepared(method, model.eval(), facts, tuple(key_names(model)), initial, tuple(notes), name)
 
 
 def _copied(model: nn.Module, name: str) -> nn.Module:
+    """A copy, since runs leave the user's own model as it is."""
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        raise ConfigError(
-            f"{name} cannot be copied, and runs work on a copy ({first_line(error)}); "
-            "let it hold layers, parameters and plain values only"
-        ) from error
+        raise failed(f"{name} cannot be copied, let it hold layers, parameters and plain values only", error) from error
 
 
 def surgery_done(model: nn.Module) -> tuple[str, ...] | None:
