@@ -15,8 +15,8 @@ from fednorm.core.method import Facts, Method, Phase, Rule
 from fednorm.core.numbers import refuse_numbers
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
-from fednorm.core.user_code import UserCode, failed
-from fednorm.errors import ConfigError
+from fednorm.core.user_code import UserCode
+from fednorm.errors import ConfigError, UserCodeError, first_line
 from fednorm.layers.embeddings import refuse_special_embeddings
 from fednorm.layers.keyed import key_names
 from fednorm.pieces.surgery import KeyDropout
@@ -120,7 +120,10 @@ def _copied(model: nn.Module, name: str) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
-        raise failed(f"{name} cannot be copied, let it hold layers, parameters and plain values only", error) from error
+        raise UserCodeError(
+            f"{name} cannot be copied, and runs work on a copy ({first_line(error)}); "
+            "let it hold layers, parameters and plain values only"
+        ) from error
 
 
 def surgery_done(model: nn.Module) -> tuple[str, ...] | None:
