@@ -103,7 +103,8 @@ def test_what_cannot_be_kept_is_refused(given: dict[str, Any], said: str) -> Non
 
 def test_the_command_line_exports_the_best(tmp_path: Path) -> None:
     keep = ("--keep", "best", "--val-fraction", "0.3", "--set", "eval.every=1", "--keep-every", "2")
-    assert command("run", *TINY, *keep, "--method", "fedbn", "--out", tmp_path / "a", "--quiet").code == 0
+    keep += ("--engine", "sequential", "--method", "fedbn")
+    assert command("run", *TINY, *keep, "--out", tmp_path / "a", "--quiet").code == 0
     assert (tmp_path / "a" / "round-2.safetensors").exists()
     done = command("export", tmp_path / "a", "--which", "best", "--client", "2")
     assert done.out == f"{tmp_path}/a/client-2-best.safetensors\n"
@@ -114,7 +115,19 @@ def test_the_command_line_exports_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_kill_leaves_the_same_best(tmp_path: Path) -> None:
-    long = (*TINY, "--rounds", "40", "--method", "fedbn", "--keep", "best", "--keep-every", "10")
+    long = (
+        *TINY,
+        "--engine",
+        "sequential",
+        "--rounds",
+        "40",
+        "--method",
+        "fedbn",
+        "--keep",
+        "best",
+        "--keep-every",
+        "10",
+    )
     long += ("--val-fraction", "0.3", "--set", "eval.every=1")
     with running("run", *long, "--out", "run", cwd=tmp_path) as process:
         wait_for_rounds(process, tmp_path / "run", 5)

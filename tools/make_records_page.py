@@ -18,11 +18,15 @@ This page is written by `make docs` from `src/fednorm/running/records.py`.
 
 | file | content |
 |---|---|
-| `config.json` | every field of the config; under `given`, which of model, federation and method were Python objects |
+| `config.json` | every field of the config; under `given`, which of its parts were Python objects, with digests of data \
+that were; digests of the files in `use` |
 | `env.json` | versions of fednorm, Python and torch, commit, platform, cores, threads, GPU, command, start |
 | `metrics.jsonl` | a [RoundRow](#roundrow) a line; a run that is resumed first brings it to its last checkpoint |
-| `result.json` | what came out, a [ResultFile](#resultfile); written last, so a run that has it has ended |
+| `result.json` | what came out, a [ResultFile](#resultfile); written last, so a run that has it has ended, or was \
+stopped by `fednorm.Stop` |
 | `model.safetensors` | the final global model: all entries of its state dict; method and model in the metadata |
+| `best.safetensors` | with `keep=best`, the global model of the round that was best on the validation data |
+| `round-N.safetensors` | with `keep_every`, the global model after round N |
 | `state.sqlite` | what `fednorm resume` continues from; private to fednorm, `fednorm export` reads it |
 | `.lock` | the process that works in the folder |
 | `*.part` | a file that is being written; it takes its name when it is whole |
@@ -33,8 +37,9 @@ and a folder for each run, named `METHOD-seedN`.
 ## The same in Python
 
 `fednorm.run(..., on_row=tell)` and `fednorm.compare(..., on_row=tell)` call `tell(run, row)` after every round: `run`
-is a `RunId(method, seed)`, `row` a `RoundRow`. The `runs` of what they return are `RunResult`s. Records are plain dicts
-at run time; their types are in `fednorm.running.records`.
+is a `RunId(method, seed)`, `row` a `RoundRow`. Raising `fednorm.Stop` in it ends that run after the round: all is
+committed, the result has what was done and says so, and `fednorm.resume` goes on. The `runs` of what they return are
+`RunResult`s. Records are plain dicts at run time; their types are in `fednorm.running.records`.
 """
 TAIL = """## What stays compatible
 
