@@ -34,8 +34,9 @@ def facts_text(facts: dict[str, Any]) -> list[str]:
 
 def wrapped(lines: Sequence[str]) -> list[str]:
     """Lines that fit a terminal."""
-    whole = {"break_long_words": False, "break_on_hyphens": False}  # a path is of use in one piece
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ", **whole)]
+    # A path is of use in one piece.
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return [part for line in lines for part in wrapper.wrap(line)]
 
 
 def client_table(facts: dict[str, Any]) -> list[str]:
