@@ -18,7 +18,7 @@ This page is written by `make docs` from `src/fednorm/running/records.py`.
 
 | file | content |
 |---|---|
-| `config.json` | every field of the config; under `given`, which of them (model, federation, ...) were Python objects |
+| `config.json` | every field of the config; under `given`, which of model, federation and method were Python objects |
 | `env.json` | versions of fednorm, Python and torch, commit, platform, cores, threads, GPU, command, start |
 | `metrics.jsonl` | a [RoundRow](#roundrow) a line; a run that is resumed first brings it to its last checkpoint |
 | `result.json` | what came out, a [ResultFile](#resultfile); written last, so a run that has it has ended |
