@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fednorm.data.federation import from_clients as from_clients
     from fednorm.errors import ConfigError as ConfigError
     from fednorm.errors import FednormError as FednormError
+    from fednorm.errors import UserCodeError as UserCodeError
     from fednorm.halves import wire as wire
     from fednorm.halves.founding import found as found
     from fednorm.halves.loop import load as load
@@ -51,6 +52,7 @@ _HOME = {
     "Server": "halves.server",
     "Site": "halves.site",
     "Update": "halves.messages",
+    "UserCodeError": "errors",
     "compare": "running.comparison",
     "entries": "core.state",
     "found": "halves.founding",
