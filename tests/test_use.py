@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fednorm
-from command import TINY
+from command import TINY as USUAL
 from command import fednorm as command
 from fednorm.core import extending, registry
 from fednorm.data import own, partition
@@ -51,7 +51,8 @@ def halves(labels, num_clients, generator, skip=0):
     order = generator.permutation(len(labels))[skip:]
     return [order[c::num_clients] for c in range(num_clients)]
 """
-SMALL = ("--rounds", "2", "--local-steps", "1", "--set", "engine.threads=1")
+SMALL = ("--rounds", "2", "--local-steps", "1", "--set", "engine.threads=1", "--engine", "sequential")
+TINY = (*USUAL, "--engine", "sequential")
 
 
 REGISTRIES = (registry._REGISTRY, MODELS, own.OWN, partition.PARTITIONS, extensions._loaded)

@@ -18,13 +18,15 @@ This page is written by `make docs` from `src/fednorm/running/records.py`.
 
 | file | content |
 |---|---|
-| `config.json` | every field of the config; under `given`, which of model, data, method and task were Python objects |
+| `config.json` | every field of the config; under `given`, which of its parts were Python objects, with digests of data \
+that were; digests of the files in `use` |
 | `env.json` | versions of fednorm, Python and torch, commit, platform, cores, threads, GPU, command, start |
 | `metrics.jsonl` | a [RoundRow](#roundrow) a line; a run that is resumed first brings it to its last checkpoint |
-| `result.json` | what came out, a [ResultFile](#resultfile); written last, so a run that has it has ended |
+| `result.json` | what came out, a [ResultFile](#resultfile); written last, so a run that has it has ended, or was \
+stopped by `fednorm.Stop` |
 | `model.safetensors` | the final global model: all entries of its state dict; method and model in the metadata |
-| `best.safetensors` | with `--keep best`: the global model of the round that was best on the validation data |
-| `round-N.safetensors` | with `--keep-every N`: the global model after that round |
+| `best.safetensors` | with `keep=best`, the global model of the round that was best on the validation data |
+| `round-N.safetensors` | with `keep_every`, the global model after round N |
 | `state.sqlite` | what `fednorm resume` continues from; private to fednorm, `fednorm export` reads it |
 | `tensorboard/`, `wandb/`, `mlruns/` | what trackers wrote (`--track`) |
 | `tracking.json` | ids of the run with W&B and MLflow, so that a resumed run goes on there |
@@ -38,9 +40,10 @@ a folder for each run, named `METHOD-seedN`, and `curves.png` if matplotlib is t
 ## The same in Python
 
 `fednorm.run(..., on_row=tell)` and `fednorm.compare(..., on_row=tell)` call `tell(run, row)` after every round: `run`
-is a `RunId(method, seed)`, `row` a `RoundRow`. The `runs` of what they return are `RunResult`s. Records are plain dicts
-at run time; their types are in `fednorm.running.records`. [Python API](python_api.md) has an example, and how to stop
-a run early.
+is a `RunId(method, seed)`, `row` a `RoundRow`. Raising `fednorm.Stop` in it ends that run after the round: all is
+committed, the result has what was done and says so, and `fednorm.resume` goes on. The `runs` of what they return are
+`RunResult`s. Records are plain dicts at run time; their types are in `fednorm.running.records`. [Python
+API](python_api.md) has an example.
 """
 TAIL = """## What stays compatible
 

@@ -100,6 +100,8 @@ def run(
     config = described(config, {"method": method, "model": model, "task": task}, use, settings)
     objects = gathered(model, clients, test, federation, method, task or config.task)
     config = objects.named(config)
+    if config.keep_every and out is None:
+        raise ConfigError(f"keep_every={config.keep_every} writes into the run's folder; give out=DIR")
     ranks = join(config.engine.device)
     folder = RunFolder(Path(out)) if out is not None and ranks.first else None
     if folder and not (resume and folder.config.exists()):
@@ -118,8 +120,6 @@ def run(
 
 def in_memory(plan: Plan, on_row: OnRow | None = None) -> Result:
     """Play a plan that leaves no folder; its models stay in reach of the result."""
-    if plan.config.keep_every:
-        raise ConfigError(f"keep_every={plan.config.keep_every} writes into the run's folder; give out=DIR")
     store = Store()
     summary = play(Playable(plan, store, None, on_row))
     return Result((summary,), None, (Trained(plan, store),))

@@ -39,7 +39,7 @@ from fednorm.running.given import (
     read_stored,
     stored_config,
 )
-from fednorm.running.in_processes import play_in_processes
+from fednorm.running.in_processes import play_in_processes, refuse_unsendable
 from fednorm.running.records import OnRow
 from fednorm.running.results import Result
 from fednorm.running.trained import Trained
@@ -84,6 +84,8 @@ def compare(
             for cell in cells:  # everything that can be refused is refused before anything is written
                 if cell.id.seed == seeds[0]:
                     try_out(cell.plan(), objects.model)
+            if jobs > 1:
+                refuse_unsendable(cells)
             folder.create(wanted)
         check_stored(folder, wanted)
         warn_of_changes(read_stored(folder).get("use_sha256", {}))

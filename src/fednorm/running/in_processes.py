@@ -57,6 +57,12 @@ def _packed(objects: Objects) -> bytes:
         raise ConfigError(f"{refusal}; define it at the top of a module, or use jobs=1") from None
 
 
+def refuse_unsendable(cells: Sequence[Cell]) -> None:
+    """Refuse objects that cannot go to another process, before anything is written."""
+    for cell in cells:
+        _packed(cell.objects)
+
+
 def _tell(on_row: OnRow, run: RunId, row: RoundRow, enough: Any) -> None:
     """Tell who watches of another process's round; if they want it to be the last, that process hears of it."""
     try:

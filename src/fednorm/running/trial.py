@@ -54,12 +54,14 @@ def _train(plan: Plan, batch: Batch) -> None:
 
 
 def _score(plan: Plan) -> None:
-    """A forward pass as in a test, and the scores of what comes out."""
+    """A forward pass as in a test, and the scores of what comes out; not where a query brings statistics first."""
+    if plan.method.query is not None:
+        return
     federation = plan.federation
     model = copy.deepcopy(plan.prepared.model)
-    rows = torch.arange(min(ROWS, len(federation.test_y)))
+    rows = torch.arange(min(ROWS, federation.num_tests))
     state = model_state(model, plan.prepared.entries)
-    replace(plan.scorer, model=model).rows(state, (federation.test_x, federation.test_y), rows)
+    replace(plan.scorer, model=model).rows(state, federation.tests, rows)
 
 
 def _check_outputs(plan: Plan, output: Any) -> None:
