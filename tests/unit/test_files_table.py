@@ -19,8 +19,6 @@ from fednorm.data.from_files.source import find_source
 from fednorm.errors import ConfigError
 from own_files import CLIENTS, HEADER, save_table, table_rows
 
-COLUMNS = "target, client"
-
 
 def table(path: Path, **options: Any) -> FileSet:
     source = find_source(f"table:{path}")
@@ -267,6 +265,12 @@ def test_text_that_is_no_category_is_refused_with_advice(tmp_path: Path) -> None
         f"'{path}': column 'name' has 60 different texts, such as 'p00', too many for categories; group its values, or "
         "leave it out by naming the others in data.features",
     )
+
+
+def test_long_texts_are_no_numbers_and_cost_no_more_than_they_are(tmp_path: Path) -> None:
+    rows = [(i, "x" * 100_000 if i == 3 else "short", i % 2) for i in range(2_000)]
+    data = dealt(table(save_table(tmp_path / "a.csv", rows, ("a", "b", "y")), target="y"), partition="iid")
+    assert data.x.shape == (1600, 3)
 
 
 def test_what_is_no_table(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ def facts_text(facts: dict[str, Any]) -> list[str]:
     inputs, clients, examples = facts["inputs"], facts["clients"], facts["examples"]
     shape = " x ".join(map(str, inputs["shape"]))
     head = [
-        f"{facts['name']}: {len(clients)} clients, {examples['train']} training and {examples['test']} test examples",
+        facts["name"],
+        f"{len(clients)} clients, {examples['train']} training and {examples['test']} test examples",
         f"inputs: {inputs['type']} {shape}, {_short(inputs['min'])} to {_short(inputs['max'])}; task: {facts['task']}; "
         f"model: {facts['model']}",
         *facts["notes"],
@@ -33,7 +34,8 @@ def facts_text(facts: dict[str, Any]) -> list[str]:
 
 def wrapped(lines: Sequence[str]) -> list[str]:
     """Lines that fit a terminal."""
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+    whole = {"break_long_words": False, "break_on_hyphens": False}  # a path is of use in one piece
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ", **whole)]
 
 
 def client_table(facts: dict[str, Any]) -> list[str]:

@@ -51,7 +51,7 @@ def stamp_of(path: Path) -> str:
 def _stamps(path: Path) -> Iterator[str]:
     files = [path]
     if path.is_dir():
-        files = [Path(folder, file) for folder, _, names in os.walk(path, followlinks=True) for file in names]
+        files = [Path(folder, file) for folder, _, names in os.walk(path) for file in names]
     for file in files:
         if file.exists():
             about = file.stat()

@@ -92,8 +92,8 @@ def _input(table: Table, column: Column, options: FileOptions, problems: list[st
     """A column as an input; problems with it are noted."""
     if column.name in options.categories and column.kind != "text":
         there = ~np.isnan(column.values)
-        texts = np.array([name_of(value) if known else "" for value, known in zip(column.values, there, strict=True)])
-        column = Column(column.name, "text", texts)
+        texts = [name_of(value) if known else "" for value, known in zip(column.values, there, strict=True)]
+        column = Column(column.name, "text", np.array(texts, dtype=object))
     if column.kind == "text":
         _check_categories(table, column, problems)
         return column
@@ -114,7 +114,7 @@ def _check_categories(table: Table, column: Column, problems: list[str]) -> None
     values = np.unique(column.values)
     if len(values) <= MOST_CATEGORIES:
         return
-    shown = str(values[0] or values[1])
+    shown = str(values[0] or values[1])[:40]
     advice = "turn it into numbers, such as days" if _DATE.match(shown) else "group its values"
     problems.append(
         f"'{table.path}': column '{column.name}' has {len(values)} different texts, such as '{shown}', too many for "

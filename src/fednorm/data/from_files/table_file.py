@@ -15,6 +15,8 @@ from fednorm.errors import ConfigError, first_line, require
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
 """Words for a number that is not there."""
+LONGEST_NUMBER = 64
+"""A cell with more characters is no number."""
 DELIMITERS = (",", ";", "\t")
 Kind = Literal["whole", "number", "text"]
 
@@ -116,7 +118,12 @@ def column_of(name: str, cells: Sequence[str]) -> Column:
     >>> column_of("a", ["1", "", "2"]).kind, column_of("a", ["1", "2.5"]).kind, column_of("a", ["1", "x"]).kind
     ('whole', 'number', 'text')
     """
-    texts = np.array([cell.strip() for cell in cells], dtype=np.str_)
+    stripped = [cell.strip() for cell in cells]
+    # As objects: numpy's own texts all take the room of the longest.
+    as_text = Column(name, "text", np.array(stripped, dtype=object))
+    if max(map(len, stripped), default=0) > LONGEST_NUMBER:
+        return as_text
+    texts = np.array(stripped, dtype=np.str_)
     missing = np.isin(np.char.lower(texts), list(MISSING))
     there = texts[~missing]
     try:
@@ -124,7 +131,7 @@ def column_of(name: str, cells: Sequence[str]) -> Column:
     except ValueError:
         found = np.empty(0)
     if not len(found):
-        return Column(name, "text", texts)
+        return as_text
     numbers = np.full(len(texts), np.nan)
     numbers[~missing] = found
     whole = bool(np.char.isdigit(np.char.lstrip(there, "+-")).all())
@@ -153,5 +160,5 @@ def read_parquet(path: Path) -> Table:
             columns[name] = Column(name, "whole" if types.is_integer(kind) else "number", numbers)
         else:
             texts = ["" if each is None else str(each) for each in column.to_pylist()]
-            columns[name] = Column(name, "text", np.array(texts, dtype=np.str_))
+            columns[name] = Column(name, "text", np.array(texts, dtype=object))
     return Table(path, columns, None)
