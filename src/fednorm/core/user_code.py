@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sysconfig
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, TracebackType
@@ -102,9 +103,8 @@ def failed(what: str, error: BaseException) -> UserCodeError:
 
 def _called_by_us(frames: list[Frame]) -> Frame:
     """The last frame of the user that was called from our code."""
-    outer = [None, *frames]
     calls = [
-        inner for before, inner in zip(outer, frames, strict=False) if not inner.ours and (not before or before.ours)
+        inner for outer, inner in pairwise([None, *frames]) if inner and not inner.ours and (not outer or outer.ours)
     ]
     return calls[-1]
 
