@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import fednorm
 import noisy
 import tiny
+from fednorm.data.client_facts import federation_facts, held
 from fednorm.data.digest import data_digests
 from fednorm.data.federation import Federation
 from fednorm.data.given import from_clients, from_pool
-from fednorm.errors import ConfigError
+from fednorm.errors import ConfigError, UserCodeError
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store
 
@@ -144,6 +146,7 @@ def test_the_stack_and_reading_processes_change_nothing(method: str) -> None:
         torch.testing.assert_close(value, here.server.tree[key], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_workers_give_the_bits_of_the_sequential_engine() -> None:
     data = federation()
     workers = tiny.play(plan(data=data, engine__name="workers", engine__workers=2))
@@ -193,13 +196,51 @@ def test_digests_of_what_is_read_show_other_data() -> None:
     assert [name for name in before if before[name] != after[name]] == ["training inputs"]
 
 
+def test_a_result_says_how_its_data_were_read() -> None:
+    data = federation()
+    result = fednorm.run(
+        federation=data, model=tiny.conv_net(), rounds=1, local_steps=1, dtype="float64", device="cpu", loaders=0
+    )
+    assert result.runs[0]["notes"] == list(data.notes)
+
+
 # -- when something goes wrong --
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        (
+            "regression",
+            "own data is read anew in every epoch, with targets for classification; "
+            "for regression give from_clients(..., task='regression')",
+        ),
+        (
+            "classification(weights=balanced)",
+            "task 'classification(weights=balanced)': own data is read anew in every epoch and does not list its "
+            "labels, which weights by class need; leave num_classes to be found, or give the weights themselves",
+        ),
+    ],
+)
+def test_a_task_that_needs_more_than_can_be_read_is_refused(task: str, text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(task=task)
+    assert str(refused.value) == text
+
+
+def test_data_that_are_read_cannot_be_looked_at_as_a_whole() -> None:
+    with pytest.raises(ConfigError) as refused:
+        federation_facts(federation())
+    assert str(refused.value) == (
+        "own data is not kept in memory, which a look at what clients hold needs; read it with read='once'"
+    )
+    assert [entry["size"] for entry in held(federation())] == [8, 12, 9]
 
 
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_an_item_that_cannot_be_read_is_named(loaders: int) -> None:
     data = federation(noisy.Broken, read="anew")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UserCodeError) as refused:
         tiny.play(plan(data=data, engine__loaders=loaders))
     assert str(refused.value) in {
         f"client {client}, item 5: reading it failed with OSError: no such file: image_5.png" for client in range(3)
@@ -246,6 +287,7 @@ def test_reading_processes_end_with_their_data() -> None:
     assert not reader.is_alive()
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded_for_a_set_that_is_larger(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """

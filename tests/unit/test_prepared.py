@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -61,6 +63,15 @@ def test_the_initial_state_is_the_models_after_surgery() -> None:
     assert set(prepared.initial) == set(prepared.model.state_dict())
     assert digest(prepared.initial) == digest(prepared.model.state_dict())
     assert prepared.notes == ("1 BatchNorm layer became GroupNorm(2): affine kept, running statistics dropped",)
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.lock = threading.Lock()
+    assert refusal_of(model, "fedavg") == (
+        "the given Net cannot be copied, and runs work on a copy (cannot pickle '_thread.lock' object); "
+        "let it hold layers, parameters and plain values only"
+    )
 
 
 def test_dropout_is_keyed_for_every_method() -> None:

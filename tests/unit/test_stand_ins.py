@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,6 +56,17 @@ def test_recurrence_step_by_step(layer: type[nn.RNNBase], options: dict[str, Any
     expected = net(x, state)
     with StandIns(KEY, mapped=True):
         close(net(x, state), expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layer", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, partial(nn.RNNCell, nonlinearity="relu")])
+def test_a_single_step(layer: Callable[..., nn.Module], bias: bool) -> None:
+    torch.manual_seed(0)
+    cell, x = layer(3, 4, bias=bias).double(), numbers(2, 3)
+    state = cell(x)
+    expected = cell(x, state)
+    with StandIns(KEY, mapped=True):
+        close(cell(x, state), expected)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -18,6 +18,7 @@ CHUNK = 1024
 
 def federation_facts(federation: Federation) -> dict[str, Any]:
     """Everything there is to say, as JSON values; `clients` has an entry for each."""
+    federation.in_memory("a look at what clients hold")
     counts = label_counts(federation.y, federation.clients, federation)
     return {
         "name": federation.name,
@@ -34,8 +35,8 @@ def federation_facts(federation: Federation) -> dict[str, Any]:
 def held(federation: Federation) -> list[dict[str, object]]:
     """How much of which class each client has for training; of targets that are no classes, how many."""
     rows = [rows.numpy() for rows in federation.clients]
-    classes = federation.task in ("classification", "segmentation")
-    labels = federation.y.cpu().numpy() if classes else np.zeros(len(federation.y), dtype=np.int64)
+    classes = federation.task in ("classification", "segmentation") and federation.labels_known
+    labels = federation.y.cpu().numpy() if classes else np.zeros(federation.num_examples, dtype=np.int64)
     return summary(rows, labels, federation.num_classes if classes else 0, federation.client_names)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fednorm.data.client_rows import MANY, ClientRows
 from fednorm.data.live import LiveRows
 from fednorm.data.pool import Pool
+from fednorm.errors import ConfigError
 
 Examples = tuple[Tensor, Tensor] | LiveRows
 """Raw inputs and labels, in memory or read when they are needed."""
@@ -98,6 +99,16 @@ class Federation:
             ignore_index=self.ignore_index,
             live=self.live,
         )
+
+    @property
+    def labels_known(self) -> bool:
+        """Whether `y` has the labels of all training examples."""
+        return len(self.y) == self.num_examples
+
+    def in_memory(self, purpose: str) -> None:
+        """Refuse data that are read when they are needed, for a purpose that looks at all of them."""
+        if self.live or self.live_test:
+            raise ConfigError(f"{self.name} is not kept in memory, which {purpose} needs; read it with read='once'")
 
     @property
     def tests(self) -> Examples:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from fednorm.core import rng
 from fednorm.data.items import kind_of, name_of
 from fednorm.data.source import Source, own_generators, seed_generators
-from fednorm.errors import ConfigError, FednormError, first_line
+from fednorm.errors import ConfigError, first_line
 
 AHEAD = 2
 """Batches that each process has ready or in work before they are asked for."""
@@ -47,8 +47,9 @@ class Order(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What went wrong in another process, for a person."""
+    """What went wrong in another process."""
 
+    kind: type[ConfigError]
     text: str
 
 
@@ -133,8 +134,8 @@ class Reader(Dataset[Batch | Failure]):
         """For a process of its own: an error as a value, since it would come back with pages around its text."""
         try:
             return self.read(order)
-        except FednormError as error:
-            return Failure(str(error))
+        except ConfigError as error:
+            return Failure(type(error), str(error))
 
 
 class LiveRows:
@@ -242,7 +243,7 @@ class _Queue:
             except RuntimeError as error:  # killed, or out of shared memory
                 raise _LostReaders(first_line(error)) from error
             if isinstance(batch, Failure):
-                raise ConfigError(batch.text)
+                raise batch.kind(batch.text)
             ahead.popleft()
             yield batch
 

@@ -20,6 +20,7 @@ def label_counts(federation: Federation) -> np.ndarray:
     """Training examples by client and class."""
     if federation.task != "classification":
         raise ConfigError("a picture by label needs one label per example; segmentation has domain_picture")
+    federation.in_memory("a picture by label")
     y = federation.y.cpu().numpy()
     rows = [np.bincount(y[rows.cpu().numpy()], minlength=federation.num_classes) for rows in federation.clients]
     return np.stack(rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fednorm.data.items import Columns, as_input, as_target, as_tensor, channels_first, find_columns, pair
-from fednorm.errors import ConfigError, FednormError, first_line
+from fednorm.errors import ConfigError, FednormError, UserCodeError, first_line
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Items:
         try:
             given = self.dataset[index]
         except Exception as error:  # the user's own code may raise anything
-            raise ConfigError(
+            raise UserCodeError(
                 f"{self.who}, item {index}: reading it failed with {type(error).__name__}: {first_line(error)}"
             ) from error
         try:

@@ -145,7 +145,7 @@ def pick(times: Mapping[str, float]) -> str:
 
 def _stack_bytes(sites: Sites, cohort: int) -> int:
     """A guess at what a stack needs: some copies of each client's weights, and a batch with 100 maps as large as it."""
-    example = sites.batches.pool.x[:1].numel() * sites.batches.dtype.itemsize
+    example = sites.batches.pool.x.shape[1:].numel() * sites.batches.dtype.itemsize
     weights = sum(entry.bytes for entry in sites.prepared.entries)
     return cohort * (4 * weights + 100 * example * sites.batches.batch_size)
 

@@ -21,7 +21,7 @@ from fednorm.layers.stand_ins import StandIns
 if TYPE_CHECKING:
     from fednorm.halves.site import Sites
 
-_CALL_MORE = (nn.MultiheadAttention, nn.RNNBase, nn.RReLU, nn.EmbeddingBag, _DropoutNd)
+_CALL_MORE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.RReLU, nn.EmbeddingBag, _DropoutNd)
 """Torch's layers that may call functions with a stand-in."""
 
 

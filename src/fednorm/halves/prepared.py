@@ -15,8 +15,8 @@ from fednorm.core.method import Facts, Method, Phase, Rule
 from fednorm.core.numbers import refuse_numbers
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
-from fednorm.core.user_code import UserCode, failed
-from fednorm.errors import ConfigError
+from fednorm.core.user_code import UserCode
+from fednorm.errors import ConfigError, first_line
 from fednorm.layers.embeddings import refuse_special_embeddings
 from fednorm.layers.keyed import key_names
 from fednorm.pieces.surgery import KeyDropout
@@ -94,10 +94,7 @@ def prepare(
     """Apply a method's surgery to a copy of the model, on the host and in this type of number, and list the result."""
     refuse_numbers(method)
     refuse_special_embeddings(model)
-    try:
-        model = copy.deepcopy(model).to("cpu", dtype)
-    except Exception as error:
-        raise failed(f"{name} cannot be copied", error) from error
+    model = _copied(model, name).to("cpu", dtype)
     notes: list[str] = []
     for part, surgery in method.surgery:
         with UserCode(name):
@@ -116,6 +113,16 @@ def prepare(
     model.__dict__[_SURGERY_DONE] = tuple(part for part, _ in method.surgery)
     initial = model_state(model, listing)
     return Prepared(method, model.eval(), facts, tuple(key_names(model)), initial, tuple(notes), name)
+
+
+def _copied(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be copied, and runs work on a copy ({first_line(error)}); "
+            "let it hold layers, parameters and plain values only"
+        ) from error
 
 
 def surgery_done(model: nn.Module) -> tuple[str, ...] | None:

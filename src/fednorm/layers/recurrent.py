@@ -42,6 +42,24 @@ def _rnn_relu(x: Tensor, h: Tensor, state: State, projection: Tensor | None) -> 
 
 CELLS: dict[Any, Cell] = {torch.lstm: _lstm, torch.gru: _gru, torch.rnn_tanh: _rnn_tanh, torch.rnn_relu: _rnn_relu}
 """Torch's functions, and one step of each."""
+ALONE: dict[Any, Cell] = {
+    torch.lstm_cell: _lstm,
+    torch.gru_cell: _gru,
+    torch.rnn_tanh_cell: _rnn_tanh,
+    torch.rnn_relu_cell: _rnn_relu,
+}
+"""Torch's functions of a single step."""
+
+
+def step_once(
+    function: Any, x: Tensor, hx: Any, into: Tensor, hidden: Tensor, bias: Tensor | None, hidden_bias: Tensor | None
+) -> Any:
+    """One of torch's functions of a single step, in operations that can be mapped."""
+    several = isinstance(hx, tuple | list)
+    state: State = tuple(hx) if several else (hx,)
+    gates = functional.linear(x, into, bias), functional.linear(state[0], hidden, hidden_bias)
+    after = ALONE[function](*gates, state, None)
+    return after if several else after[0]
 
 
 def recur(function: Any, args: tuple[Any, ...], drop: Drop, mapped: bool) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fednorm.core import rng
 from fednorm.layers.attention import attend, multi_head
 from fednorm.layers.keyed import dropped, mask_shape
-from fednorm.layers.recurrent import CELLS, PACKED, recur
+from fednorm.layers.recurrent import ALONE, CELLS, PACKED, recur, step_once
 
 _ALPHA = 1.7580993408473766  # minus the limit of SELU at minus infinity, to which alpha dropout sends what it drops
 
@@ -158,6 +158,11 @@ def _recurrence(mode: StandIns, func: Any, /, *args: Any) -> Any:
     if not mode.mapped and not (layers > 1 and p > 0 and training):
         return func(*args)
     return recur(func, args, mode.drop, mode.mapped)
+
+
+@_for(*ALONE)
+def _step_once(mode: StandIns, func: Any, /, *args: Any) -> Any:
+    return step_once(func, *args) if mode.mapped else func(*args)
 
 
 @_for(torch._pack_padded_sequence)  # pyright: ignore[reportPrivateImportUsage]

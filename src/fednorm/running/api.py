@@ -254,7 +254,7 @@ def _summary(plan: Plan, run: Run) -> RunResult:
         higher_is_better=plan.task.higher_is_better,
         percent=plan.task.percent,
         digest=digest(run.server.tree),
-        notes=[*plan.prepared.notes, *run.notes()],
+        notes=[*plan.prepared.notes, *plan.federation.notes, *run.notes()],
         ran=run.store.facts().get("ran") or run.ran(),
     )
     names = plan.federation.client_names

@@ -10,6 +10,7 @@ from torch import Tensor
 from fednorm.core.expression import parse_term
 from fednorm.core.task import AnyTask
 from fednorm.data.federation import Federation
+from fednorm.errors import ConfigError
 from fednorm.scoring.tasks import EXAMPLE, make_task
 
 
@@ -44,6 +45,11 @@ def for_kind(federation: Federation, kind: str) -> Federation:
     """
     if kind == federation.task or kind not in ("classification", "multilabel", "regression"):
         return federation
+    if federation.live or federation.live_test:
+        raise ConfigError(
+            f"{federation.name} is read anew in every epoch, with targets for {federation.task}; "
+            f"for {kind} give from_clients(..., task='{kind}')"
+        )
     y, test_y = federation.y, federation.test_y
     if kind == "regression" and not y.is_floating_point():
         y, test_y = y.float(), test_y.float()
@@ -56,6 +62,11 @@ def for_kind(federation: Federation, kind: str) -> Federation:
 
 def class_counts(federation: Federation) -> list[int]:
     """How many training examples, or pixels, of each class the clients that train have together."""
+    if not federation.labels_known:
+        raise ConfigError(
+            f"{federation.name} is read anew in every epoch and does not list its labels, which weights by class need; "
+            "leave num_classes to be found, or give the weights themselves"
+        )
     rows = torch.cat([federation.clients[client] for client in federation.training_clients])
     labels: Tensor = federation.y[rows.to(federation.y.device)].flatten().long()
     known = labels[(labels >= 0) & (labels < federation.num_classes) & (labels != federation.ignore_index)]

@@ -27,7 +27,7 @@ from fednorm.engines.base import (
     stack_trees,
 )
 from fednorm.engines.sequential import SequentialEngine
-from fednorm.engines.stack.device_stack import DeviceStack
+from fednorm.engines.stack.device_stack import DEVICES, DeviceStack
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device
@@ -59,6 +59,8 @@ class StackedEngine:
         self._trainers = {id(sites): StackTrainer(mine, precision) for sites, mine in zip(runs, own, strict=True)}
         self._runs = {id(sites): number for number, sites in enumerate(runs)}
         self._stack = DeviceStack(own) if stays and all(map(can_stay, runs)) else None
+        if stays and runs[0].device.type in DEVICES and runs[0].batches.pool.live:
+            print("stacked engine: data are read as they are needed; clients are stacked step by step", file=sys.stderr)
         if self._stack and len(runs) > 1:
             print(f"stacked engine: {len(runs)} runs are the same program and share one stack", file=sys.stderr)
 
