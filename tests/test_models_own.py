@@ -32,7 +32,7 @@ from test_stacked import assert_same_clients, gap
 EQUAL = own_models.text((8, 8, 8))
 RAGGED = own_models.text((7, 14, 9, 3))
 SMALL = {"rounds": 2, "train__local_steps": 1}
-TRACED = ("attention without dropout", "lstm, projected", "alpha dropout", "weight norm", "bags", "everything")
+TRACED = ("weight norm", "bags", "everything")
 """What has all that a program may stumble upon; the others are traced in the slow tests."""
 every_family = pytest.mark.parametrize("name", own_models.NAMES)
 every_program = pytest.mark.parametrize(
