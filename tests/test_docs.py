@@ -105,9 +105,12 @@ def test_the_examples_of_the_python_api_run(
 def test_the_worked_recipe_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = ROOT / "examples" / "compare.toml"
     assert recipe.read_text().rstrip() in (DOCS / "settings.md").read_text()
-    assert command("compare", "--config", recipe, "--dry-run").code == 0
-    quick = ("--model", "mlp_bn(width=16)", "--rounds", "2", "--local-steps", "1", "--set", "data.train_limit=400")
+    quick = ("--model", "mlp_bn(width=16)", "--rounds", "2", "--local-steps", "1", "--engine", "sequential")
+    quick += ("--set", "data.train_limit=400")
     monkeypatch.chdir(tmp_path)
+    planned = command("compare", "--config", recipe, *quick, "--dry-run")
+    assert planned.code == 0, planned.err
+    assert "for 6 runs; nothing was written" in planned.out
     done = command("compare", "--config", recipe, *quick, "--seeds", "7,", "--out", "all", "--quiet")
     assert done.code == 0, done.err
     assert len(list((tmp_path / "all").glob("*-seed7"))) == 3

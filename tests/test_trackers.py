@@ -156,10 +156,11 @@ def test_rounds_done_before_are_counted(tmp_path: Path, capsys: pytest.CaptureFi
     folders = {run: tmp_path / run.file_name for run in (first, second, third)}
     for run in (first, second):
         folders[run].mkdir()
-        rows = [json.dumps({**row(number), "seconds": 10.0}) for number in (1, 2)]
+        played = (1, 2, 3, 4) if run == first else (1, 2)
+        rows = [json.dumps({**row(number), "seconds": 10.0}) for number in played]
         (folders[run] / "metrics.jsonl").write_text("\n".join([*rows, '{"round": 3, "sec']))  # torn by a kill
-    (folders[first] / "result.json").write_text("{}")
-    before = done_before(folders)
+        (folders[run] / "result.json").write_text("{}")  # the second one was stopped early
+    before = done_before(folders, rounds=4)
     assert (before.finished, before.seconds) == (1, {second: {1: 10.0, 2: 10.0}, third: {}})
     with watching(4, stream=sys.stdout, runs=3, before=before) as tell:
         for number in (2, 3, 4):  # the second round is played again

@@ -80,7 +80,7 @@ def watch(asked: Asked, out: Path, folders: Mapping[RunId, Path], work: Callable
 
     stream = None if asked.quiet else sys.stderr if asked.json else sys.stdout
     tracking = Tracking(list(asked.trackers), out, flat(asked.config))
-    before = done_before(folders)
+    before = done_before(folders, asked.config.rounds)
     try:
         with watching(asked.config.rounds, stream=stream, tracking=tracking, runs=len(folders), before=before) as tell:
             return work(tell)
@@ -93,7 +93,7 @@ def how_to_go_on(asked: Asked, out: Path, folders: Mapping[RunId, Path]) -> str:
     from fednorm.running.progress import done_before
 
     flags = [*asked.trackers.values(), *["--allow-code"] * asked.code_in_file]
-    done = f" with {done_before(folders).finished} of {len(folders)} runs done"
+    done = f" with {done_before(folders, asked.config.rounds).finished} of {len(folders)} runs done"
     if len(folders) == 1:
         rounds = rounds_done(out)
         done = "" if rounds is None else f" after round {rounds}"

@@ -23,10 +23,14 @@ class Before:
     """seconds of the rounds of each run that had not, by number"""
 
 
-def done_before(folders: Mapping[RunId, Path]) -> Before:
-    """What the folders of some runs hold; those that are not there yet hold nothing."""
-    ended = [run for run, path in folders.items() if RunFolder(path).result.exists()]
-    return Before(len(ended), {run: _seconds(path) for run, path in folders.items() if run not in ended})
+def done_before(folders: Mapping[RunId, Path], rounds: int) -> Before:
+    """What the folders of some runs of so many rounds hold; those that are not there yet hold nothing.
+
+    A run that has its result and fewer rounds was stopped early, or is to be trained on.
+    """
+    seconds = {run: _seconds(path) for run, path in folders.items()}
+    ended = [run for run, path in folders.items() if rounds in seconds[run] and RunFolder(path).result.exists()]
+    return Before(len(ended), {run: each for run, each in seconds.items() if run not in ended})
 
 
 def _seconds(folder: Path) -> dict[int, float]:
