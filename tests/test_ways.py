@@ -20,7 +20,6 @@ from fednorm.engines.stack.stacked import StackedEngine
 from fednorm.engines.stack.ways import Way
 from fednorm.errors import DivergedError
 from fednorm.running.run import Run
-from fednorm.running.store import Store
 from test_stacked import gap
 
 
