@@ -86,7 +86,6 @@ MOVES = {
     "shuffle": lambda x, kept: torch.cat(x.chunk(2, 1)[::-1], 1),
     "roll axes": lambda x, kept: x.permute(-1, 0, 1, 2).permute(1, 2, 3, 0),
     "flatten": lambda x, kept: x.flatten(1).unflatten(1, x.shape[1:]),
-    "view": lambda x, kept: x.view(len(x), -1).view(x.shape),
     "halve in place": lambda x, kept: (x * 1).mul_(0.5),
     "one row in place": lambda x, kept: _doubled_row(x * 1),
     "max pool": lambda x, kept: functional.max_pool2d(x, 2) if x.shape[-1] > 2 else x,
@@ -107,9 +106,8 @@ def _doubled_row(x: Tensor) -> Tensor:
 class RandomGraph(nn.Module):
     """The steps one after the other; `keep` marks what a later shortcut adds."""
 
-    def __init__(self, steps: list[str], head: str, seed: int) -> None:
+    def __init__(self, steps: list[str], head: str) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         self.steps, self.how = tuple(steps), head
         self.stem = nn.Conv2d(1, CHANNELS, 3, padding=1)
         self.layers = nn.ModuleList(LAYERS[step]() if step in LAYERS else nn.Identity() for step in steps)
@@ -128,3 +126,15 @@ class RandomGraph(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
+
+
+class Several(nn.Module):
+    """Some graphs side by side, which are traced in little more time than one."""
+
+    def __init__(self, graphs: list[tuple[list[str], str]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.graphs = nn.ModuleList(RandomGraph(steps, head) for steps, head in graphs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([graph(x) for graph in self.graphs]).sum(0)

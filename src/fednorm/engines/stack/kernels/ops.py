@@ -18,7 +18,8 @@ from fednorm.engines.stack.kernels.tiles import conv_tile
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton plays kernels on the CPU, number by number: slow, for tests."""
+"""Whether Triton plays kernels on the CPU, number by number: slow, for tests, and without narrow types."""
+_TYPES = (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernels_run(device: torch.device) -> bool:
@@ -28,7 +29,7 @@ def kernels_run(device: torch.device) -> bool:
 
 def kernels_fit(x: Tensor) -> bool:
     """Whether the Triton kernels can run on this."""
-    return kernels_run(x.device) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return kernels_run(x.device) and x.dtype in _TYPES
 
 
 def channels_last(x: Tensor) -> Tensor:
