@@ -113,7 +113,7 @@ def check_far_apart() -> None:
 
 
 def check_no_number(client: int) -> None:
-    """What is no number stays so, and only in its client: behind a norm's ReLU, a convolution's, and on the way back."""
+    """What is no number stays so, in its client alone: behind a norm's ReLU, a convolution's, and on the way back."""
     x = torch.randn(2, 3, 5, 5, 4, device=DEVICE)
     x[client, 0, 0, 0, 0] = torch.nan
     vector = torch.rand(2, 4, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Small networks made of what models are made of, in any order: a graph is a list of steps on images of four channels."""
+"""Small networks made of what models are made of, in any order: lists of steps on images of four channels."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class StackSlot:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """How often each shape of work came: whether one is played by a program, which rounds otherwise, hangs on it."""
+        """How often each shape of work came: whether it is played by a program, and so how it rounds, hangs on it."""
         return {"shapes": self.stack.shapes()}
 
     @facts.setter
