@@ -88,14 +88,18 @@ MOVES = {
     "flatten": lambda x, kept: x.flatten(1).unflatten(1, x.shape[1:]),
     "halve in place": lambda x, kept: (x * 1).mul_(0.5),
     "one row in place": lambda x, kept: _doubled_row(x * 1),
-    "max pool": lambda x, kept: functional.max_pool2d(x, 2) if x.shape[-1] > 2 else x,
-    "mean pool": lambda x, kept: functional.avg_pool2d(x, 2) if x.shape[-1] > 2 else x,
-    "thin": lambda x, kept: functional.pad(x[..., ::2, ::2], (0, 0, 0, 0, 1, 1))[:, :CHANNELS],
+    "max pool": lambda x, kept: functional.max_pool2d(x, 2) if x.shape[-1] > 3 else x,
+    "mean pool": lambda x, kept: functional.avg_pool2d(x, 2) if x.shape[-1] > 3 else x,
+    "thin": lambda x, kept: _thinned(x) if x.shape[-1] > 2 else x,
     "shortcut": lambda x, kept: x + kept if x.shape == kept.shape else x,
     "shortcut in place": lambda x, kept: (x * 1).add_(kept) if x.shape == kept.shape else x,
 }
 KEEP = "keep"
 STEPS = (*LAYERS, *MOVES, KEEP)
+
+
+def _thinned(x: Tensor) -> Tensor:
+    return functional.pad(x[..., ::2, ::2], (0, 0, 0, 0, 1, 1))[:, :CHANNELS]
 
 
 def _doubled_row(x: Tensor) -> Tensor:

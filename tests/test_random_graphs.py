@@ -17,7 +17,7 @@ from random_graphs import STEPS, Several
 from test_stacked import assert_same_clients, gap
 
 METHODS = ("fedavg", "fedbn", "fedprox", "fedadam", "local-momentum", "fixbn", "fedwon", "gn")
-EXAMPLES = int(os.environ.get("FEDNORM_RANDOM_GRAPHS", "40"))
+EXAMPLES = int(os.environ.get("FEDNORM_RANDOM_GRAPHS", "35"))
 """Of three graphs each; a night's run may ask for more."""
 CHANGES = {"data": tiny.federation((4, 4)), "rounds": 1, "train__lr": 0.02, "train__batch_size": 3}
 CHANGES |= {"eval__every": 1, "allow_noop": True}
