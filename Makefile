@@ -7,7 +7,12 @@ READY := $(VENV)/.ready
 # One thread a process: the tests run two at a time, and tiny tensors lose time with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quick lint format docs clean
+# Triton lies in a folder of its own, since a whole gigabyte is of use to its own tests alone; the CPU build of torch
+# does not ask for it.
+TRITON := .triton
+TRITON_READY := $(TRITON)/.ready
+
+.PHONY: help demo test test-quick test-kernels lint format docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +32,13 @@ test: lint  ## everything that must hold: lint, types, tests, doctests
 test-quick: $(READY)  ## the tests without the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
+test-kernels: $(READY) $(TRITON_READY)  ## the Triton kernels, one by one and in whole rounds, without a GPU
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_kernels.py tests/test_kernel_rounds.py
+
+$(TRITON_READY): Makefile
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(TRITON) triton==3.9.0
+	@touch $@
+
 lint: $(READY)  ## ruff and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,5 +56,5 @@ docs: $(READY)  ## write the generated pages of docs/
 	$(BIN)/python tools/make_api_page.py
 
 clean:  ## remove the virtual environment and all caches; runs stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(TRITON) .pytest_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

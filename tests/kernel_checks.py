@@ -5,6 +5,8 @@ A script of its own, since Triton decides about its interpreter once, when it is
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 from torch import Tensor
 from torch.nn import functional, grad
@@ -113,6 +115,39 @@ def check_group_norm(channels: int, groups: int, size: int) -> None:
         close(masked, dy * (got > 0))
 
 
+def check_far_apart() -> None:
+    """Clients whose rows lie so far apart that the offset of the last has more than 31 bits."""
+    clients, channels, stride = 3, 4, (1 << 30) + 16
+    with tempfile.NamedTemporaryFile() as file:  # of which only the pages that are touched take room
+        rows = torch.from_file(file.name, shared=True, size=(clients - 1) * stride + channels, dtype=torch.float32)
+        vector = rows.as_strided((clients, channels), (stride, 1))
+        vector.copy_(torch.arange(1, 13).view(3, 4))
+        x = torch.randn(clients, 2, 3, 3, channels)
+        running = norm.Running(vector, vector, torch.zeros(clients, dtype=torch.int64))
+        y, *_ = norm.run_norm(x, vector, vector, running, training=False, rate=0.1, eps=0.0)
+        wide = vector[:, None, None, None]
+        close(y, (x - wide) * wide.rsqrt() * wide + wide)
+        near = vector.contiguous()
+        dx, *_ = norm.run_norm_grad(x, torch.ones_like(x), near, near, vector, training=False, eps=0.0)
+        close(dx, wide.sqrt().expand(x.shape))
+
+
+def check_no_number(client: int) -> None:
+    """What is no number stays so, in its client alone: behind a norm's ReLU, a convolution's, and on the way back."""
+    x = torch.randn(2, 3, 5, 5, 4, device=DEVICE)
+    x[client, 0, 0, 0, 0] = torch.nan
+    vector = torch.rand(2, 4, device=DEVICE)
+    running = norm.Running(vector, vector, torch.zeros(2, dtype=torch.int64, device=DEVICE))
+    for training in (False, True):
+        y, *_ = norm.run_norm(x, vector, vector, running, training=training, rate=0.1, eps=1e-5, relu=True)
+        assert y.isnan().flatten(1).any(1).tolist() == [client == 0, client == 1]
+    shape = conv.Shape(1, 1, 1, 3, 3)
+    y, _ = conv.run_conv(x, torch.randn(2, 4, 3, 3, 4, device=DEVICE), (5, 5), shape, relu=True)
+    assert y.isnan().flatten(1).any(1).tolist() == [client == 0, client == 1]
+    dy = torch.full_like(x, torch.nan)
+    assert elements.run_relu_grad(dy, x)[0].isnan().eq(~(x <= 0)).all()
+
+
 def check_images(spec: str) -> None:
     chain = parse(spec)
     pool = torch.randint(0, 256, (9, 3, 12, 10), dtype=torch.uint8, device=DEVICE)
@@ -211,6 +246,10 @@ def main() -> None:
         check_norm(y, None, training=False)
     for case in ((16, 2, 8), (32, 1, 3), (8, 8, 5)):
         check_group_norm(*case)
+    if DEVICE == "cpu":
+        check_far_apart()
+    check_no_number(0)
+    check_no_number(1)
     for spec in ("none", "crop(2)+flip", "flip+rotate(20)+crop(1)", "crop(2)+window(8)+rotate(30)"):
         check_images(spec)
     check_dropout((5, 7), 0.5)

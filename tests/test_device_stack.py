@@ -192,6 +192,18 @@ def test_rounds_of_ever_new_shapes_make_no_programs_for_ever() -> None:
     assert gap(reference, stayed) < 1e-10
 
 
+def test_a_run_of_varying_shapes_goes_on_to_the_same_bits() -> None:
+    """Which rounds are played by a program, and so how they round, hangs on the shapes that came before."""
+    changes = {"data": tiny.federation((4, 8, 12)), "rounds": 9, "clients_per_round": 1, "train__lr": 0.02}
+    changes |= {"engine__name": "stacked", "train__local_steps": None, "train__local_epochs": 1}
+    whole = tiny.play(tiny.plan("fedavg", **changes))
+    first = tiny.play(tiny.plan("fedavg", **changes), rounds=5)
+    assert len(stack_of(first).shapes()) > 1
+    second = tiny.play(first.plan, first.store)
+    assert stack_of(second).shapes() == stack_of(whole).shapes()
+    assert tiny.fingerprint(second) == tiny.fingerprint(whole)
+
+
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 def test_a_negative_variance_is_refused_on_the_device_too(engine: str) -> None:
     """A momentum above 1 lets the running variance of quiet features overshoot below zero."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -48,6 +48,13 @@ class Holder(Protocol):
     def memory(self) -> Tree: ...
     @memory.setter
     def memory(self, tree: Tree, /) -> None: ...
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What else must be known, as JSON values, to go on with the same bits."""
+        ...
+
+    @facts.setter
+    def facts(self, facts: Mapping[str, Any], /) -> None: ...
 
 
 @dataclass
@@ -56,6 +63,7 @@ class Held:
 
     tree: Tree
     memory: Tree = field(default_factory=dict[str, Tensor])
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def diverged(where: str) -> DivergedError:

@@ -320,6 +320,7 @@ class Server:
             "step": self._step,
             "decided": self._decided,
             "accepted": {str(client): number for client, number in self._accepted.items()},
+            "held": dict(self.held.facts),
         }
         trees = {"model": self.held.tree, "memory": self.held.memory}
         if self._aside is not None:
@@ -339,6 +340,7 @@ class Server:
         self._step, self._decided = facts.get("step", 0), facts.get("decided", self.round)
         self._accepted = {int(client): number for client, number in facts.get("accepted", {}).items()}
         self._open, self._taken = None, {}
+        self.held.facts = facts.get("held", {})
         if trees is None:
             return
         self.held.tree, self.held.memory = dict(trees["model"]), dict(trees["memory"])

@@ -253,6 +253,22 @@ class DeviceStack:
         shapes = [shape for shape in self._asked if shape.phase == work.phase]
         return shapes[0] == work or (self._asked[work] > OFTEN and shapes.index(work) < _MOST_SHAPES)
 
+    def shapes(self) -> list[list[Any]]:
+        """The first shapes of each phase, the only ones that count, and how often they came."""
+        seen: Counter[PhaseId] = Counter()
+        found: list[list[Any]] = []
+        for work, times in self._asked.items():
+            seen[work.phase] += 1
+            if seen[work.phase] <= _MOST_SHAPES:
+                found.append([str(work.phase), *work[1:], times])
+        return found
+
+    def load_shapes(self, shapes: Sequence[Sequence[Any]]) -> None:
+        """Go on counting where `shapes` was; runs that share the stack have counted together."""
+        for phase, clients, steps, size, times in shapes:
+            work = Work(PhaseId.parse(phase), clients, steps, size)
+            self._asked[work] = max(self._asked[work], times)
+
     def exchange(self, tasks: Mapping[int, Assignment], steps: int, size: int) -> dict[int, LateReports]:
         """One exchange of some runs, whose clients all take this many steps on batches of this size."""
         key, program = self._program(PhaseProgram, tasks, steps, size)

@@ -10,7 +10,7 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fednorm.engines.stack.rewrites import copies, narrow, neighbours, shortcuts
+from fednorm.engines.stack.rewrites import copies, layouts, narrow, neighbours, shortcuts
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
 Rewrite = tuple[Any, Callable[[Graph, Node], None]]
@@ -21,7 +21,9 @@ _COPIES: tuple[Rewrite, ...] = ((_aten.clone.default, copies.drop_clone),)
 _VIEWS: tuple[Rewrite, ...] = (
     (_aten.view.default, copies.allow_any_strides),
     (_aten._unsafe_view.default, copies.allow_any_strides),
+    (_aten._reshape_alias.default, copies.allow_any_strides),
 )
+_LAYOUTS: tuple[Rewrite, ...] = tuple((target, layouts.keep_traced_layout) for target in layouts.BY_STRIDES)
 _REWRITES: tuple[Rewrite, ...] = (
     (_aten.permute.default, copies.drop_idle_permutation),
     (_aten.copy.default, copies.drop_copy),
@@ -64,7 +66,7 @@ def fuse(traced: GraphModule) -> GraphModule:
     secretive = any(node.target in _SECRETIVE for node in traced.graph.nodes)
     if not secretive:
         copies.share_results(traced.graph)
-    for target, rewrite in (*_VIEWS, *(() if secretive else _COPIES), *_REWRITES):
+    for target, rewrite in (*_LAYOUTS, *_VIEWS, *(() if secretive else _COPIES), *_REWRITES):
         for node in list(traced.graph.nodes):
             if node.target is target:
                 rewrite(traced.graph, node)

@@ -23,7 +23,7 @@ class Gather:
         chain = parse(batches.augmentation)
         images = data.x.dtype is torch.uint8 and data.x.dim() == 4 and data.y.dim() == 1
         known = all(name in _CODES for name, _ in chain.steps)
-        self._fits = channels_last and ops.HAS_TRITON and data.x.is_cuda and images and known
+        self._fits = channels_last and ops.kernels_run(data.x.device) and images and known
         if not self._fits:
             return
         channels = data.x.shape[1]

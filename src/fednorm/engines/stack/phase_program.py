@@ -342,7 +342,7 @@ class PhaseProgram:
         return health.to(torch.float64)
 
     def _checked(self, flats: dict[str, Flats]) -> Iterator[Tensor]:
-        """Numbers that go to the server or stay with the clients, as rows: what starts anew next time may be anything."""
+        """Numbers that go to the server or stay with clients, as rows; what starts anew next time may be anything."""
         counts = {*self.phase.shared, *self.phase.kept}
         for part, each in flats.items():
             for name, keys in self._stacks[part].keys.items():

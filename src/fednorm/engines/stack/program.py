@@ -83,7 +83,7 @@ class Program:
 def compile_kernels(traced: GraphModule) -> None:
     """Let the kernels of a graph be compiled side by side, by calling each operator once on zeros.
 
-    A kernel that cannot be made like this is made, or complains, when the graph runs; Triton's errors are of many types.
+    A kernel that cannot be made like this is made, or complains, when the graph runs; Triton has errors of many types.
     """
     calls = {}
     for node in traced.graph.nodes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,6 +69,15 @@ class StackSlot:
     @memory.setter
     def memory(self, tree: Tree) -> None:
         self.stack.load_memory(self.run, tree)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """How often each shape of work came: whether it is played by a program, and so how it rounds, hangs on it."""
+        return {"shapes": self.stack.shapes()}
+
+    @facts.setter
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        self.stack.load_shapes(facts.get("shapes", []))
 
     def assignment(self, order: Order) -> Assignment:
         """What an order means for the clients: the batches they go on with."""

@@ -5,6 +5,7 @@ are tested against. Activations are (client, batch, channel, height, width), lai
 """
 # torch.library reads the annotations of an operator, so this file does without `from __future__ import annotations`.
 
+import os
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -16,11 +17,19 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from fednorm.engines.stack.kernels.tiles import conv_tile
 
 HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton plays kernels on the CPU, number by number: slow, for tests, and without narrow types."""
+_TYPES = (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernels_run(device: torch.device) -> bool:
+    """Whether there are Triton kernels for what lies here."""
+    return INTERPRETED or (HAS_TRITON and device.type == "cuda")
 
 
 def kernels_fit(x: Tensor) -> bool:
     """Whether the Triton kernels can run on this."""
-    return HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return kernels_run(x.device) and x.dtype in _TYPES
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -20,7 +20,7 @@ def has_swapped(model: nn.Module) -> bool:
     return any(isinstance(module, Swapped) for module in model.modules())
 
 
-def restore(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
+def restore(model: nn.Module) -> Sequence[tuple[nn.Module, type[nn.Module]]]:
     """Put torch's own layers back; returns which layers had been what."""
     swapped = [(module, type(module)) for module in model.modules() if isinstance(module, Swapped)]
     for module, kind in swapped:

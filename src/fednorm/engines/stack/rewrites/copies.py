@@ -43,7 +43,7 @@ def allow_any_strides(graph: Graph, node: Node) -> None:
 
     And what an operator returns may lie otherwise than tracing foresaw. Where there can be a view, there still is one.
     """
-    node.target = _aten.reshape.default
+    node.target, node.args = _aten.reshape.default, node.args[:2]
 
 
 def drop_clone(graph: Graph, node: Node) -> None:

@@ -1,0 +1,154 @@
+"""Whole rounds through the Triton kernels, played on the CPU by Triton's interpreter: `make test-kernels`."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tiny
+from fednorm.engines.stack.kernels import ops
+from fednorm.engines.stack.kernels.layers import use_kernels
+from fednorm.engines.stack.slot import StackSlot
+from fednorm.engines.stack.ways import Way
+from fednorm.errors import DivergedError
+from fednorm.running.run import Run
+from test_stacked import gap
+
+pytestmark = pytest.mark.skipif(not ops.INTERPRETED, reason="Triton does not interpret here")
+KERNELS = (
+    ("run_conv", "run_weight_grad"),
+    ("run_norm", "run_norm_grad"),
+    ("run_dropout", "run_max_pool", "run_thin", "run_relu_grad", "run_fold", "run_sgd"),
+    ("take_images",),
+)
+ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd"}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel was launched."""
+    from fednorm.engines.stack.kernels import conv, elements, images, norm
+
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **named: Any) -> Any:
+            counts[name] += 1
+            return real(*args, **named)
+
+        return count
+
+    for module, names in zip((conv, norm, elements, images), KERNELS, strict=True):
+        for name in names:
+            monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
+    monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})
+    return counts
+
+
+class Shortcut(nn.Module):
+    """A residual block whose shortcut thins its pixels and adds channels of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 6, 3, 2, 1, bias=False), nn.Conv2d(6, 6, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(6), nn.BatchNorm2d(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[1](self.second(self.norms[0](self.first(x)).relu()))
+        return (y + functional.pad(x[..., ::2, ::2], (0, 0, 0, 0, 1, 1))).relu()
+
+
+def residual() -> nn.Module:
+    stem = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()]
+    return nn.Sequential(*stem, Shortcut(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, tiny.NUM_CLASSES))
+
+
+def plain() -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(36, tiny.NUM_CLASSES))
+
+
+def bare() -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4, affine=False, track_running_stats=False)]
+    return nn.Sequential(*layers, nn.ReLU6(), nn.Flatten(), nn.Linear(144, tiny.NUM_CLASSES))
+
+
+NORMS = {"run_norm", "run_norm_grad"}
+MODELS = {"residual": (residual, NORMS | {"run_thin"}), "bare": (bare, NORMS)}
+MODELS["plain"] = plain, {"run_max_pool", "run_dropout", "run_relu_grad"}
+CHANGES = {"data": tiny.federation((8, 8, 8)), "rounds": 1, "train__lr": 0.02, "train__dtype": "float32"}
+
+
+def both(model: nn.Module, method: str, **changes: object) -> tuple[Run, Run]:
+    """A run by the reference, and one that stays on the device in programs with kernels."""
+    model = model.float()
+    wanted = {**CHANGES, **changes}
+    reference = tiny.play(tiny.plan(method, model=copy.deepcopy(model), engine__name="sequential", **wanted))
+    plan = tiny.plan(method, model=model, engine__name="stacked", **wanted)
+    assert use_kernels(plan.prepared.model)
+    run = tiny.play(plan)
+    assert isinstance(run.server.held, StackSlot)
+    assert not run.server.held.stack.refused
+    assert all(run.server.held.stack.ways.of(phase) is Way.FUSED for phase in plan.phases)
+    return reference, run
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "steps"),
+    [("residual", "fedavg", 3), ("residual", "fedbn", 1), ("plain", "fedprox", 2), ("bare", "fedadam", 1)],
+)
+def test_rounds_through_the_kernels_equal_the_reference(
+    model: str, method: str, steps: int, launched: Counter[str]
+) -> None:
+    torch.manual_seed(0)
+    make, own = MODELS[model]
+    reference, run = both(make(), method, train__local_steps=steps)
+    assert gap(reference, run) < 2e-4
+    assert launched.keys() >= ALWAYS | own
+
+
+def test_unequal_work_through_the_kernels_equals_the_reference(launched: Counter[str]) -> None:
+    torch.manual_seed(0)
+    changes = {"data": tiny.federation((5, 8, 3)), "train__local_steps": None, "train__local_epochs": 1}
+    reference, run = both(residual(), "fedavg", **changes)
+    assert gap(reference, run) < 2e-4
+    assert launched.keys() >= ALWAYS | NORMS
+
+
+def test_statistics_that_are_held_go_through_the_kernels(launched: Counter[str]) -> None:
+    torch.manual_seed(0)
+    reference, run = both(residual(), "fixbn", rounds=2, train__local_steps=1)
+    assert gap(reference, run) < 2e-4
+    assert launched.keys() >= ALWAYS | NORMS
+
+
+def test_images_of_bytes_go_through_their_kernel(launched: Counter[str]) -> None:
+    torch.manual_seed(0)
+    data = tiny.federation((8, 8, 8))
+    bytes_of = ((data.x - data.x.min()) / (data.x.max() - data.x.min()) * 255).to(torch.uint8)
+    data = replace(data, x=bytes_of, mean=(0.4,), std=(0.3,))
+    reference, run = both(residual(), "fedavg", data=data, train__augment="crop(1)+flip")
+    assert gap(reference, run) < 2e-4
+    assert launched.keys() >= ALWAYS | NORMS | {"take_images"}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, with which Triton interprets, tells of overflows
+def test_a_client_that_diverges_is_seen_through_the_kernels(launched: Counter[str]) -> None:
+    """Its numbers that are none pass two ReLUs on their way to the loss."""
+    torch.manual_seed(0)
+    data = tiny.federation((8, 8, 8))
+    x = data.x.clone()
+    x[data.clients[1]] = 1e30
+    plan = tiny.plan(model=residual().float(), engine__name="stacked", **{**CHANGES, "data": replace(data, x=x)})
+    use_kernels(plan.prepared.model)
+    with pytest.raises(DivergedError, match=r"^diverged in round 1, client 1: its update is not finite; "):
+        tiny.play(plan)
+    assert launched.keys() >= ALWAYS | NORMS
