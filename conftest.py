@@ -2,5 +2,6 @@
 
 from importlib.util import find_spec
 
-_KERNELS = [f"src/fednorm/engines/stack/kernels/{name}.py" for name in ("conv", "elements", "images", "norm")]
+_NAMES = ("conv", "elements", "group_norm", "images", "norm")
+_KERNELS = [f"src/fednorm/engines/stack/kernels/{name}.py" for name in _NAMES]
 collect_ignore_glob = [] if find_spec("triton") else [*_KERNELS, "tests/kernel_checks.py"]

@@ -356,6 +356,6 @@ def number_text(value: float, percent: bool) -> str:
     """A headline number for people: percents with one digit after the point, others with four that count.
 
     >>> number_text(71.25, True), number_text(0.012345, False), number_text(12345.6, False)
-    ('71.2', '0.01234', '1.235e+04')
+    ('71.2', '0.01235', '1.235e+04')
     """
     return f"{value:.1f}" if percent else f"{value:.4g}"
