@@ -18,6 +18,8 @@ from fednorm.core.optimizers import register_optimizer
 from fednorm.core.state import Tree
 from fednorm.data.federation import Federation, from_clients
 from fednorm.errors import ConfigError, WireError
+from fednorm.halves.messages import LocalWork
+from fednorm.running.observers import headline
 from fednorm.running.plan import make_plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store
@@ -79,7 +81,7 @@ def made(name: str, engine: str = "sequential", method: str = "fedbn", **changes
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_tasks_in_stacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_in_stacks(name: str) -> None:
     reference, stacked = tiny.play(made(name)), tiny.play(made(name, "stacked"))
     assert gap(reference, stacked) < 1e-10
     assert_same_clients(reference, stacked)
@@ -249,41 +251,42 @@ def test_an_optimizer_without_buffers_has_nothing_to_maintain() -> None:
 # -- over a wire --
 
 
-def test_sites_train_with_any_optimizer() -> None:
-    plan = tiny.plan("fedbn", train__optimizer="adamw(beta2=0.9)", train__warmup=2)
-    federation = over_a_wire.Federation(plan)
-    federation.play()
-    assert gap(tiny.play(plan), federation.server) == 0
+@pytest.mark.parametrize("name", ["classes", "one number"])
+def test_sites_do_what_the_simulator_does(name: str, tmp_path: Path) -> None:
+    plan = made(name, train__optimizer="adamw(beta2=0.9)", train__warmup=2)
+    wired = over_a_wire.play(plan, net(TASKS[name][1]), tmp_path)
+    assert wired.fingerprint == over_a_wire.fingerprint_of(tiny.play(plan))
+
+
+def welcome(**options: Any) -> Any:
+    """What the first of two clients is told."""
+    hellos = [fednorm.Site.hello(name, net(1), 8) for name in ("a", "b")]
+    return fednorm.found(hellos, net(1), "fedavg", LocalWork(dtype="float64"), run="r", **options)[1]["a"]
+
+
+def site(terms: Any, task: str) -> fednorm.Site:
+    own = inputs(8, 1), torch.zeros(8)
+    return fednorm.Site(terms, 0, net(1), own, task=make_task(task, 1))
 
 
 def test_a_site_that_does_not_know_the_optimizer_says_so() -> None:
-    federation = over_a_wire.Federation(tiny.plan("fedavg"))
-    terms = federation.server.terms
-    assert terms is not None
-    other = replace(terms, work=replace(terms.work, optimizer="lion"))
-    own = tiny.examples(8, 0.0, 1)
+    terms = welcome().terms
     with pytest.raises(ConfigError) as refusal:
-        fednorm.Site(other, 0, tiny.residual_net(), own, task=federation.plan.task)
-    assert str(refusal.value) == ("optimizer 'lion' is not known; known: adam, adamw, sgd, test-plain, test-shrunk.")
+        site(replace(terms, work=replace(terms.work, optimizer="lion")), "regression")
+    assert str(refusal.value).startswith("optimizer 'lion' is not known; known: adam, adamw, sgd")
 
 
 def test_a_site_with_another_task_is_refused() -> None:
-    federation = over_a_wire.Federation(tiny.plan("fedavg"))
-    terms = federation.server.terms
-    assert terms is not None
-    own = tiny.examples(8, 0.0, 1)
+    assert site(welcome().terms, "regression").client == 0
+    assert site(welcome(task="regression").terms, "regression").client == 0
     with pytest.raises(WireError) as refusal:
-        fednorm.Site(
-            replace(terms, task="classification(smoothing=0.1)"), 0, tiny.residual_net(), own, task=federation.plan.task
-        )
+        site(welcome(task="regression(loss=l1)").terms, "regression")
     assert str(refusal.value) == (
-        "the server's task is 'classification(smoothing=0.1)', this site's 'classification'; give both the same"
+        "the server's task is 'regression(loss=l1)', this site's 'regression'; give both the same"
     )
 
 
 def test_a_run_is_told_with_its_unit() -> None:
-    from fednorm.running.observers import headline
-
     run: Run = tiny.play(made("one number"))
     row = list(run.store.rows())[-1]
     assert headline(row) == f"rmse {row['eval']['pooled']['rmse']:.4g}"

@@ -49,7 +49,7 @@ TAIL = """## What stays compatible
   `fednorm.running.records`. A newer version is refused by its number, with exit code 2.
 - `state.sqlite` has a version of its own and is read by the fednorm that wrote it.
 """
-ROW = ("RoundRow", "Scores", "ProtocolScores")
+ROW = ("RoundRow", "Scores", "ProtocolScores", "MetricFacts")
 RESULT = ("ResultFile", "RunResult", "Ran", "BestRound", "Peak", "Curves", "Bytes", "TableLine", "MeanOverSeeds")
 SHOWN = (*ROW, *RESULT)
 

@@ -178,11 +178,15 @@ def read_played(path: Path) -> Played:
 
 
 def differences(base: dict[str, Any], head: dict[str, Any]) -> list[str]:
-    """What differs between two runs, in words. A fact that one side has not got is no difference."""
+    """What differs between two runs, in words.
+
+    A fact that one side has not got is no difference, nor is a field that records have got since.
+    """
     found = []
     for name in dict.fromkeys([*base, *head]):
         if name not in base or name not in head:
-            if not name.startswith("fact "):
+            added = name in head and name.startswith(("round ", "result.json "))
+            if not (added or name.startswith("fact ")):
                 there, value = ("HEAD", head[name]) if name in head else ("BASE", base[name])
                 found.append(f"{name}: only in {there}" + (f", {_short(value)}" if name == "refusal" else ""))
         elif repr(base[name]) != repr(head[name]):  # as text: NaN equals itself, and 0.0 is not -0.0
