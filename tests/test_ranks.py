@@ -58,7 +58,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """All that a run leaves, but for times."""
+    """All that a run leaves, but for times and for how it ran."""
     store = Store(RunFolder(folder).state)
     try:
         return {
@@ -66,7 +66,7 @@ def contents(folder: Path) -> dict[str, Any]:
             "memory": digest(store.tree("memory")),
             "clients": {c: (state.steps, digest(state.tree)) for c, state in store.get_many(store.seen()).items()},
             "rows": [{key: value for key, value in row.items() if key != "seconds"} for row in store.rows()],
-            "facts": store.facts(),
+            "facts": {name: value for name, value in store.facts().items() if name != "ran"},
         }
     finally:
         store.close()

@@ -136,7 +136,7 @@ def test_an_error_in_a_worker_is_the_same_error_here() -> None:
 
 
 def test_an_error_that_cannot_travel_arrives_as_text() -> None:
-    with pytest.raises(UserCodeError, match=r"^'peculiar' failed: Peculiar: 1 and 2 \(test_workers.py:\d+\)$"):
+    with pytest.raises(UserCodeError, match=r"^'peculiar' failed: Peculiar: 1 and 2 \(test_workers.py:\d+\)\n"):
         tiny.play(tiny.plan(with_grads(peculiar), engine__name="workers", engine__workers=1))
 
 

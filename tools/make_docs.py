@@ -20,12 +20,15 @@ Order of settings: defaults, then the TOML file of `--config`, then `--set`, the
 |---|---|
 | 0 | done |
 | 1 | a bug in fednorm: the traceback is printed, please report it |
-| 2 | bad input, config or checkpoint |
+| 2 | bad input, config or checkpoint, or own code that fails: one line says what and where |
 | 3 | training diverged |
 | 4 | too few usable clients (quorum) |
 | 5 | the disk is full or refuses |
 | 6 | the folder is in use by another process |
 | 130, 143 | stopped by Ctrl-C or SIGTERM; `fednorm resume DIR` goes on |
+
+`--debug`, anywhere on the line, or the environment variable `FEDNORM_DEBUG=1` shows the traceback behind an error: of a
+model or a method of your own, where in your code it failed.
 """
 
 

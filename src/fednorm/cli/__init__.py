@@ -15,7 +15,7 @@ import typer
 from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, resume, run
 from fednorm.cli.output import Stopped, complain
 from fednorm.engines.machine import is_first
-from fednorm.errors import FednormError
+from fednorm.errors import FednormError, UserCodeError
 
 __all__ = ["app", "main"]
 
@@ -90,7 +90,7 @@ def _exit_code(arguments: Sequence[str], loud: TextIO) -> int:
         sys.stdout.flush()
     except FednormError as error:
         if debug:
-            traceback.print_exc()
+            print_traceback(error)
         complain(error)
         return error.exit_code
     except Stopped as stop:
@@ -113,6 +113,15 @@ def _exit_code(arguments: Sequence[str], loud: TextIO) -> int:
             )
         return 1
     return done if isinstance(done, int) else 0
+
+
+def print_traceback(error: FednormError) -> None:
+    """Where an error came from; of the user's own code, only what the user wrote and what it called."""
+    notes: list[str] = getattr(error, "__notes__", [])  # the traceback of another process comes as one
+    if notes:
+        print("\n".join(notes), file=sys.stderr)
+    else:
+        traceback.print_exception(error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ else error)
 
 
 def _help_of(error: Exception) -> str:

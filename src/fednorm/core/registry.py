@@ -11,8 +11,10 @@ from fednorm.core.claims import MERGE_STATISTICS, MERGE_TRAINED, PROXIMAL_TERM, 
 from fednorm.core.expression import Term, parse_terms
 from fednorm.core.extending import check_name, load_installed, summary_of
 from fednorm.core.method import Method, Part
+from fednorm.core.numbers import refuse_numbers
 from fednorm.core.phases import Purpose
 from fednorm.core.state import Kind, Policy
+from fednorm.core.user_code import UserCode
 from fednorm.errors import ConfigError, unknown
 
 Factory = Callable[..., Part]
@@ -64,6 +66,7 @@ def known_methods() -> Mapping[str, MethodInfo]:
     return dict(sorted(_REGISTRY.items()))
 
 
+_MODEL = "the model"  # none is there yet
 _EXAMPLE = "fixbn(at=0.5)+local-momentum"
 
 
@@ -84,8 +87,7 @@ def parse(expression: str | Method) -> Method:
     for term in parse_terms(expression, "method", _EXAMPLE):
         if term.name not in known and term.name not in known_methods():
             raise unknown("method", term.name, known, "fednorm methods")
-        made = known[term.name].make(**checked_options(term, known[term.name].make))
-        part = replace(made, label=str(term))
+        part = _made(term, known[term.name].make)
         for claim in sorted(part.claims):
             if claim in claimed:
                 raise ConfigError(
@@ -93,12 +95,21 @@ def parse(expression: str | Method) -> Method:
                     f"both decide {_in_words(claim)}; keep one"
                 )
             claimed[claim] = part.label
-        method = part.change(method)
+        with UserCode(_MODEL):
+            method = part.change(method)
         surgery = tuple((owner or part.label, operation) for owner, operation in method.surgery)
         method = replace(method, surgery=surgery, parts=(*method.parts, part))
     method = replace(method, name="+".join(part.label for part in method.parts))
     refuse_contradictions(method)
     return method
+
+
+def _made(term: Term, make: Factory) -> Part:
+    with UserCode(_MODEL):
+        part = make(**checked_options(term, make))
+    if not isinstance(part, Part):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"method '{term.name}' must return a Part; it returned {type(part).__name__}")
+    return replace(part, label=str(term))
 
 
 def refuse_contradictions(method: Method) -> None:
@@ -110,6 +121,7 @@ def refuse_contradictions(method: Method) -> None:
             f"'{method.name}' cannot work: centralized training has no clients that could keep state or step "
             "together; leave out centralized or the other part"
         )
+    refuse_numbers(method)
     _refuse_what_cannot_merge(method)
     _refuse_lockstep(method, local)
     for phase in (phase for id, phase in method.all_phases.items() if id.purpose is not Purpose.TRAIN):

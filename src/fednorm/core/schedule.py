@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from fednorm.core.expression import parse_term
 from fednorm.errors import ConfigError, unknown
@@ -39,6 +40,7 @@ def lr_factor(schedule: str, round: int, rounds: int) -> float:
         factor = float(term.options.get("factor", 0.1))
     except ValueError:
         raise ConfigError(f"schedule '{schedule}' needs numbers, as in step(factor=0.1,at=0.5/0.75)") from None
+    _check_step(schedule, marks, factor)
     return factor ** sum(done >= mark for mark in marks)
 
 
@@ -63,3 +65,15 @@ def check_warmup(warmup: float, rounds: int) -> None:
         raise ConfigError(
             f"train.warmup={warmup:g} is longer than the run of {rounds} rounds; give fewer rounds, or a share below 1"
         )
+
+
+def _check_step(schedule: str, marks: list[float], factor: float) -> None:
+    """Refuse drops that no round would see, and factors that make no learning rate."""
+    in_range = all(0 < mark < 1 for mark in marks)  # not so for NaN
+    if not in_range or any(later <= earlier for earlier, later in pairwise(marks)):
+        raise ConfigError(
+            f"schedule '{schedule}': at={'/'.join(f'{mark:g}' for mark in marks)} is out of range; "
+            "give shares of the rounds above 0 and below 1, ascending, as in at=0.5/0.75"
+        )
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"schedule '{schedule}': factor={factor:g} is out of range; give a number above 0")

@@ -34,6 +34,8 @@ def data_folder(name: str, data_dir: str | Path | None) -> Path:
         raise ConfigError(
             f"{name} needs a data folder: give --data-dir DIR or set FEDNORM_DATA; {how_to_get(name, 'DIR')}"
         )
+    if Path(folder).is_file():
+        raise ConfigError(f"data folder '{folder}' is a file; give the folder in which the data sets are")
     return Path(folder)
 
 

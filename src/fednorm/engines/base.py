@@ -13,6 +13,7 @@ from torch.func import grad_and_value
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
 from fednorm.core.step import Carry, Seen, Step
+from fednorm.core.user_code import UserCode
 from fednorm.engines.ranks import Alone
 from fednorm.errors import ConfigError, FednormError
 from fednorm.halves.exchange import Exchange, Held, Holder
@@ -166,8 +167,9 @@ def play_plainly(order: Order, train: Train) -> Played:
 
     def work() -> dict[str, Any]:
         """Train the clients of this process, and say in JSON values what all must know of them."""
-        trained = train(phase, exchange.numbers, jobs, order.probing) if jobs else iter(())
-        outcomes = sorted(trained, key=lambda outcome: outcome.update.client)
+        with UserCode(sites.prepared.name):  # here, so that every rank is told whose mistake it was
+            trained = train(phase, exchange.numbers, jobs, order.probing) if jobs else iter(())
+            outcomes = sorted(trained, key=lambda outcome: outcome.update.client)
         updates = [outcome.update for outcome in outcomes]
         stacks.append(Stacks(updates))
         found = flaws(updates, phase.schema, stacks[0])

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from fednorm.core.method import Facts, Method, Phase, Rule
+from fednorm.core.numbers import refuse_numbers
 from fednorm.core.optim import Optimizer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
+from fednorm.core.user_code import UserCode, failed
 from fednorm.errors import ConfigError
 from fednorm.layers.keyed import key_names
 from fednorm.pieces.surgery import KeyDropout
@@ -89,10 +91,15 @@ def prepare(
     dtype: torch.dtype | None = None,
 ) -> Prepared:
     """Apply a method's surgery to a copy of the model, on the host and in this type of number, and list the result."""
-    model = copy.deepcopy(model).to("cpu", dtype)
+    refuse_numbers(method)
+    try:
+        model = copy.deepcopy(model).to("cpu", dtype)
+    except Exception as error:
+        raise failed(f"{name} cannot be copied", error) from error
     notes: list[str] = []
     for part, surgery in method.surgery:
-        model, report = surgery(model)
+        with UserCode(name):
+            model, report = surgery(model)
         notes += report.notes
         if report.changed == 0 and not allow_noop:
             raise ConfigError(_noop(method, part, name, f"{report.target} to work on"))
@@ -105,7 +112,8 @@ def prepare(
     if not allow_noop:
         refuse_noop(method, facts, name)
     model.__dict__[_SURGERY_DONE] = tuple(part for part, _ in method.surgery)
-    return Prepared(method, model.eval(), facts, tuple(key_names(model)), model_state(model, listing), tuple(notes), name)
+    initial = model_state(model, listing)
+    return Prepared(method, model.eval(), facts, tuple(key_names(model)), initial, tuple(notes), name)
 
 
 def surgery_done(model: nn.Module) -> tuple[str, ...] | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fednorm.core.merge import Merge
 from fednorm.core.method import Penalty, Phase, Scale, Transform
+from fednorm.core.numbers import joined
 from fednorm.core.report import Weigh
 from fednorm.core.state import Kind, Policy
 
@@ -23,14 +24,14 @@ def with_policy(phase: Phase, policies: Mapping[Kind, Policy]) -> Phase:
 def with_loss(phase: Phase, penalty: Penalty, numbers: Mapping[str, float]) -> Phase:
     """The local loss has one more penalty, which finds its numbers under their names."""
     return phase.map_rules(
-        lambda rule: replace(rule, losses=(*rule.losses, penalty), numbers={**rule.numbers, **numbers})
+        lambda rule: replace(rule, losses=(*rule.losses, penalty), numbers=joined(rule.numbers, numbers))
     )
 
 
 def with_transform(phase: Phase, transform: Transform, numbers: Mapping[str, float]) -> Phase:
     """The gradients go through one more transform, which finds its numbers under their names."""
     return phase.map_rules(
-        lambda rule: replace(rule, grads=(*rule.grads, transform), numbers={**rule.numbers, **numbers})
+        lambda rule: replace(rule, grads=(*rule.grads, transform), numbers=joined(rule.numbers, numbers))
     )
 
 

@@ -6,6 +6,7 @@ The string under each field is its help text.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -92,13 +93,13 @@ class EngineConfig:
     """Where and how the run is computed."""
 
     name: Literal["auto", "sequential", "stacked", "workers"] = "auto"
-    """engine: sequential, stacked (all clients at once), workers (CPU processes) or auto, which takes the fastest"""
+    """engine: sequential, workers (CPU processes, same bits), stacked (all clients at once); auto: stacked on GPUs"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps"""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """numbers inside a GPU's convolutions and norms (bf16: stacked engine); weights, statistics, merges keep theirs"""
     threads: int = 0
-    """CPU threads; 0: torch's choice, and one with the engine auto"""
+    """CPU threads; 0: torch's choice, and one with the engine auto or in a comparison on a CPU"""
     workers: int = 0
     """processes of the workers engine; 0: one per core"""
     loaders: int | None = None
@@ -213,7 +214,7 @@ def _check_ranges(config: RunConfig) -> None:
         "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
     }
     for name, (value, least) in at_least.items():
-        if value is not None and not value >= least:  # also refuses NaN
+        if value is not None and not least <= value < math.inf:  # also refuses NaN
             raise ConfigError(f"{name}={value} is out of range; give {least} or more")
     if not 0 <= data.val_fraction < 1:
         raise ConfigError(f"data.val_fraction={data.val_fraction} is out of range; give 0 up to below 1")

@@ -1,4 +1,4 @@
-"""What really played a run, as result.json says it: an engine may have fallen back, a run may have gone on elsewhere."""
+"""What really played a run, for result.json: an engine may have fallen back, a run may have gone on elsewhere."""
 
 from __future__ import annotations
 

@@ -364,6 +364,8 @@ def _readable(name: Path | str) -> Iterator[None]:
 
 def load_tree(path: Path) -> Tree:
     """The tensors of a safetensors file, or an error that says what the file is not."""
+    if path.is_dir():
+        raise CheckpointError(f"'{path}' is a folder; give a .safetensors file")
     try:
         return safetensors.torch.load_file(path)
     except FileNotFoundError:

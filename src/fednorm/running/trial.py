@@ -1,4 +1,4 @@
-"""A trial before anything is written: one small batch through the model, the loss and the scores.
+"""A trial before anything is written: one small batch through the model, the loss, the gradient and the scores.
 
 It is done on copies, and generators are put back, so that a run does not notice it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from fednorm.core.phases import PhaseId, Purpose
-from fednorm.core.state import model_state
-from fednorm.core.step import Batch, forward, training_mode
+from fednorm.core.state import Tree, model_state
+from fednorm.core.step import Batch, Carry, by_autograd, forward, training_mode
 from fednorm.core.user_code import UserCode, is_users, user_error
 from fednorm.errors import ConfigError, FednormError
 from fednorm.running.plan import Plan, build_model
+from fednorm.scoring.tasks import Classification, Segmentation
 
 ROWS = 2
 """Examples of the trial: as few as a batch norm can train on."""
@@ -44,13 +45,23 @@ def try_out(plan: Plan, model: nn.Module | None = None) -> None:
 
 
 def _train(plan: Plan, batch: Batch) -> None:
-    """A forward pass as in training, and the loss of what comes out."""
+    """A forward pass as in training, the loss of what comes out, and a backward pass."""
     each = plan.phase(PhaseId(Purpose.TRAIN, 0, len(plan.method.stages[0]) - 1)).passes[0]
     spec = replace(plan.step_spec(each), model=copy.deepcopy(plan.prepared.model))
-    with torch.no_grad(), training_mode(spec.model, each.rule.hold):
-        output = forward(spec, {}, batch.x, batch.key)
+
+    def objective(params: Tree, carry: Carry, batch: Batch, numbers: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+        output = forward(spec, params | carry.state, batch.x, batch.key)
         _check_outputs(plan, output)
-        _check_loss(plan, plan.task.loss(output, batch.y))
+        loss = plan.task.loss(output, batch.y)
+        _check_loss(plan, loss)
+        return loss, loss.detach()
+
+    learned = {name for name, parameter in spec.model.named_parameters() if parameter.requires_grad}
+    state = model_state(spec.model, plan.prepared.entries)
+    params = {key: value for key, value in state.items() if key in learned}
+    rest = {key: value for key, value in state.items() if key not in learned}
+    with training_mode(spec.model, each.rule.hold):
+        by_autograd(objective)(params, Carry(params, rest, {}, {}, params), batch, {})
 
 
 def _score(plan: Plan) -> None:
@@ -66,7 +77,9 @@ def _score(plan: Plan) -> None:
 
 def _check_outputs(plan: Plan, output: Any) -> None:
     """Too few outputs fail only where a label is larger, and on a GPU without a word."""
-    classes = getattr(plan.task, "num_classes", 0)
+    if not isinstance(plan.task, Classification | Segmentation):
+        return
+    classes = plan.task.num_classes
     if isinstance(output, Tensor) and output.dim() > 1 and output.shape[1] < classes:
         raise ConfigError(
             f"{plan.prepared.name} has {output.shape[1]} outputs for {classes} classes; "
@@ -78,6 +91,11 @@ def _check_loss(plan: Plan, loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"the loss of task '{plan.task.name}' must be one number for a batch; it is {got}")
+    if not loss.requires_grad:
+        raise ConfigError(
+            f"the loss of {plan.prepared.name} depends on none of its parameters, so nothing can be learned; "
+            "look for `detach`, `no_grad` or `.item()` in its forward pass"
+        )
 
 
 def _refuse_bare(plan: Plan, model: nn.Module | None, batch: Batch) -> None:
