@@ -18,8 +18,8 @@ This page is written by `make docs` from `src/fednorm/running/records.py`.
 
 | file | content |
 |---|---|
-| `config.json` | every field of the config; under `given`, which of its parts were Python objects, with digests of data \
-that were; digests of the files in `use` |
+| `config.json` | every field of the config; under `given`, which of its parts were Python objects, with digests of \
+data that were; digests of the files in `use` |
 | `env.json` | versions of fednorm, Python and torch, commit, platform, cores, threads, GPU, command, start |
 | `metrics.jsonl` | a [RoundRow](#roundrow) a line; a run that is resumed first brings it to its last checkpoint |
 | `result.json` | what came out, a [ResultFile](#resultfile); written last, so a run that has it has ended, or was \
