@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ OPTIONAL = {
 }
 
 
+@cache
 def imported() -> set[str]:
     """Modules that the sources import; some are imported by a function that is given their name."""
     found: set[str] = set()

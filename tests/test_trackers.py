@@ -95,6 +95,7 @@ def _written(folder: Path) -> Iterator[Any]:
             at += 7 + length
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     other = RunId("fedavg", 3)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from collections.abc import Sequence
 from typing import Any
+
+from fednorm.cli.table import wrapped
 
 WIDTH = 80
 MOST_CLIENTS = 20
@@ -29,14 +30,11 @@ def facts_text(facts: dict[str, Any]) -> list[str]:
     few = len(clients) <= MOST_CLIENTS
     body = client_table(facts) if few else client_summary(facts)
     tail = [*_LEGEND, *_missing(facts, each=few)]
-    return [*wrapped(head), "", *body, "", *wrapped(tail)]
+    return [*_fitting(head), "", *body, "", *_fitting(tail)]
 
 
-def wrapped(lines: Sequence[str]) -> list[str]:
-    """Lines that fit a terminal."""
-    # A path is of use in one piece.
-    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return [part for line in lines for part in wrapper.wrap(line)]
+def _fitting(lines: Sequence[str]) -> list[str]:
+    return [part for line in lines for part in wrapped(line, WIDTH, "  ")]
 
 
 def client_table(facts: dict[str, Any]) -> list[str]:

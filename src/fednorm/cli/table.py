@@ -104,25 +104,25 @@ def _widths(table: Table, width: int | None, readable: int) -> list[int] | None:
 def _word(table: Table, column: str) -> int:
     """Characters of a column's longest piece that stays whole."""
     heading, *cells = table.cells(column)
-    whole = cells if column in table.numbers else [piece for cell in cells for _, piece in _pieces(cell)]
-    return max(cell_len(piece) for piece in (*(piece for _, piece in _pieces(heading)), *whole))
+    whole = cells if column in table.numbers else [piece for cell in cells for piece in _all_pieces(cell)]
+    return max(map(cell_len, (*heading.split(), *whole)), default=0)
 
 
-def _pieces(text: str) -> list[tuple[str, str]]:
-    """What stays whole, each with what stands before it on the same line: a space, or nothing.
+def _all_pieces(text: str) -> list[str]:
+    return [piece for word in text.split() for piece in _pieces(word)]
 
-    >>> _pieces("fixbn(at=0.5)+gn or layer1.0.conv1.weight")
-    [('', 'fixbn(at=0.5)+'), ('', 'gn'), (' ', 'or'), (' ', 'layer1.0.'), ('', 'conv1.'), ('', 'weight')]
+
+def _pieces(word: str) -> list[str]:
+    """What stays whole of a word that is too long for a line; a path is of use in one piece only.
+
+    >>> _pieces("fixbn(at=0.5)+gn"), _pieces("layer1.0.conv1.weight")
+    (['fixbn(at=0.5)+', 'gn'], ['layer1.0.', 'conv1.', 'weight'])
     """
-    found: list[tuple[str, str]] = []
-    for word in text.split():
-        first, *others = [piece for piece in _JOINT.split(word) if piece]
-        found += [(" " if found else "", first), *(("", piece) for piece in others)]
-    return found or [("", "")]
+    return [word] if "/" in word else [piece for piece in _JOINT.split(word) if piece]
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
-    """A text as lines of at most this width, all but the first indented; a piece that is longer has its own line.
+    """A text as lines of at most this width, all but the first indented; what cannot be broken has its own line.
 
     >>> wrapped("fixbn(at=0.5)+local-momentum", 20)
     ['fixbn(at=0.5)+', 'local-momentum']
@@ -130,11 +130,14 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     if width is None or cell_len(text) <= width:
         return [text]
     start = text[: len(text) - len(text.lstrip())]
+    room = width - cell_len(start + indent)
     lines, empty = [start], True
-    for glue, piece in _pieces(text):
-        if not empty and cell_len(lines[-1] + glue + piece) > width:
-            lines.append(start + indent)
-            empty = True
-        lines[-1] += piece if empty else glue + piece
-        empty = False
+    for word in text.split():
+        for number, piece in enumerate(_pieces(word) if cell_len(word) > room else [word]):
+            glue = " " if number == 0 else ""
+            if not empty and cell_len(lines[-1] + glue + piece) > width:
+                lines.append(start + indent)
+                empty = True
+            lines[-1] += piece if empty else glue + piece
+            empty = False
     return lines
