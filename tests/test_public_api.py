@@ -28,6 +28,7 @@ def test_public_names_are_pinned() -> None:
         "Task",
         "TaskData",
         "Update",
+        "UserCodeError",
         "__version__",
         "compare",
         "entries",

@@ -17,6 +17,7 @@ from command import fednorm as command
 from fednorm.core import extending, registry
 from fednorm.data import own, partition
 from fednorm.errors import ConfigError
+from fednorm.methods import known_methods, parse
 from fednorm.models.registry import MODELS
 from fednorm.running import extensions
 
@@ -36,6 +37,8 @@ def own_net(num_classes, in_channels, width=4):
 
 @fednorm.register_data("own_set", summary="points")
 def own_set(seed, count=60):
+    if seed < 0:
+        raise ValueError("no points to draw")
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 1, 3, 4, generator=draw)
     y = torch.arange(count) % CLASSES
@@ -128,6 +131,12 @@ def test_models_sets_and_partitions_of_a_file_are_known(folder: Path) -> None:
     assert [each["size"] for each in dealt.json] == [28, 28]
     federation = command("data", "partition", "own_clients", *use, "--clients", "3", "--json")
     assert [each["size"] for each in federation.json] == [60, 60, 60]
+    assert command("run", *use, "--data", "own_clients", "--partition", "iid").err == (
+        "error: data set 'own_clients' comes with its clients; leave out data.partition=iid\n"
+    )
+    assert command("run", *use, "--data", "own_set(seed=-1,count=word)").err == (
+        "error: data set 'own_set' failed: ValueError: no points to draw (own_things.py:16)\n"
+    )
 
 
 @pytest.mark.slow
@@ -183,7 +192,7 @@ def test_a_file_that_changed_is_named_and_used(folder: Path) -> None:
     done = command("resume", "a", *use, "--quiet")
     assert done.code == 0
     assert done.err == (f"warning: '{path}' has changed since the run was started; from here on the new one is used\n")
-    assert fednorm.known_methods()["local-affine"].summary == "gamma and beta stay on the client, statistics too"
+    assert known_methods()["local-affine"].summary == "gamma and beta stay on the client, statistics too"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +243,7 @@ def test_what_is_not_there_is_named(name: str, said: str, folder: Path) -> None:
 def test_a_module_is_used_by_its_name_and_files_twice(folder: Path) -> None:
     (folder / "copy_of_it.py").write_text((folder / "own_method.py").read_text())
     extensions.load(["own_method", "own_method.py"])  # the same file in two ways
-    assert "local-affine" in fednorm.known_methods()
+    assert "local-affine" in known_methods()
     with pytest.raises(ConfigError, match="method 'local-affine' is registered already; choose another name"):
         extensions.load(["copy_of_it.py"])
 
@@ -244,7 +253,7 @@ def test_a_file_called_like_a_module_hides_nothing(folder: Path) -> None:
     before = sys.modules["random"]
     extensions.load(["random.py"])
     assert sys.modules["random"] is before
-    assert "called-random" in fednorm.known_methods()
+    assert "called-random" in known_methods()
 
 
 def test_installed_packages_bring_names_and_a_broken_one_is_named(
@@ -258,11 +267,11 @@ def test_installed_packages_bring_names_and_a_broken_one_is_named(
     shutil.copy(folder / "own_method.py", folder / "site" / "brings_fine.py")
     monkeypatch.syspath_prepend(folder / "site")
     monkeypatch.setattr(extending, "_looked", [])
-    assert fednorm.parse("local-affine").name == "local-affine"
+    assert parse("local-affine").name == "local-affine"
     assert capsys.readouterr().err == (
         "warning: entry point 'broken' (brings_broken) failed (OSError: no such luck); left out\n"
     )
-    assert "local-affine" in fednorm.known_methods()
+    assert "local-affine" in known_methods()
     assert capsys.readouterr().err == ""
 
 

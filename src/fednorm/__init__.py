@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fednorm.data.own import register_partition as register_partition
     from fednorm.errors import ConfigError as ConfigError
     from fednorm.errors import FednormError as FednormError
+    from fednorm.errors import UserCodeError as UserCodeError
     from fednorm.halves import wire as wire
     from fednorm.halves.founding import found as found
     from fednorm.halves.loop import load as load
@@ -70,6 +71,7 @@ _HOME = {
     "Task": "scoring.own_task",
     "TaskData": "scoring.tasks",
     "Update": "halves.messages",
+    "UserCodeError": "errors",
     "compare": "running.comparison",
     "entries": "core.state",
     "export": "views.export",

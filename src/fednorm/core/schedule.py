@@ -44,18 +44,6 @@ def lr_factor(schedule: str, round: int, rounds: int) -> float:
     return factor ** sum(done >= mark for mark in marks)
 
 
-def _check_step(schedule: str, marks: list[float], factor: float) -> None:
-    """Refuse drops that no round would see, and factors that make no learning rate."""
-    in_range = all(0 < mark < 1 for mark in marks)  # not so for NaN
-    if not in_range or any(later <= earlier for earlier, later in pairwise(marks)):
-        raise ConfigError(
-            f"schedule '{schedule}': at={'/'.join(f'{mark:g}' for mark in marks)} is out of range; "
-            "give shares of the rounds above 0 and below 1, ascending, as in at=0.5/0.75"
-        )
-    if not 0 < factor < math.inf:
-        raise ConfigError(f"schedule '{schedule}': factor={factor:g} is out of range; give a number above 0")
-
-
 def warmup_factor(warmup: float, round: int, rounds: int) -> float:
     """The factor of a warm-up on top of a schedule: it rises by equal steps to 1 in the first `warmup` rounds.
 
@@ -77,3 +65,15 @@ def check_warmup(warmup: float, rounds: int) -> None:
         raise ConfigError(
             f"train.warmup={warmup:g} is longer than the run of {rounds} rounds; give fewer rounds, or a share below 1"
         )
+
+
+def _check_step(schedule: str, marks: list[float], factor: float) -> None:
+    """Refuse drops that no round would see, and factors that make no learning rate."""
+    in_range = all(0 < mark < 1 for mark in marks)  # not so for NaN
+    if not in_range or any(later <= earlier for earlier, later in pairwise(marks)):
+        raise ConfigError(
+            f"schedule '{schedule}': at={'/'.join(f'{mark:g}' for mark in marks)} is out of range; "
+            "give shares of the rounds above 0 and below 1, ascending, as in at=0.5/0.75"
+        )
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"schedule '{schedule}': factor={factor:g} is out of range; give a number above 0")

@@ -22,10 +22,18 @@ _TOOLS = {"torch", "triton", "numpy", "safetensors", "typer", "click", "rich"}
 """Packages that both sides call; their frames tell nothing."""
 _MADE = ("<frozen", "<string>", "<eval_with_key>")
 """Where code comes from that Python and torch write themselves; a session's `<stdin>` is the user's."""
-_HANDS_ON = ("core/step.py", "scoring/scores.py", "scoring/tasks.py", "running/trial.py", "models/")
-"""Files of ours that call a model with data, or a loss with what came out: they fail where those do not fit."""
-_FORWARD = {("core/step.py", "forward"), ("scoring/scores.py", "_outputs"), ("running/trial.py", "_bare_output")}
-_BACKWARD = {("core/step.py", "run")}
+_FORWARD = {
+    ("core/step.py", "forward"),
+    ("scoring/scores.py", "Scorer._outputs"),
+    ("running/trial.py", "_bare_output"),
+}
+_BACKWARD = {("core/step.py", "by_autograd.<locals>.run")}
+_LOSS = {
+    ("core/step.py", "TrainStep.__call__.<locals>.objective"),
+    ("core/step.py", "ObserveStep.__call__.<locals>.step"),
+    ("running/trial.py", "_train.<locals>.objective"),
+}
+"""Functions of ours that call a model with data, or a loss with what came out: they fail where those do not fit."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Frame:
 
     @property
     def place(self) -> tuple[str, str]:
-        return self.ours, self.code.co_name
+        return self.ours, self.code.co_qualname
 
     def __str__(self) -> str:
         return f"{Path(self.code.co_filename).name}:{self.line}"
@@ -72,11 +80,15 @@ def is_users(error: BaseException) -> bool:
     frames = frames_of(error)
     if not frames:
         return False
-    if not frames[-1].ours or frames[-1].ours.startswith(_HANDS_ON):
+    last = frames[-1]
+    if not last.ours or last.place in _FORWARD | _BACKWARD | _LOSS or last.ours.startswith("scoring/"):
         return True
+    misfit = isinstance(error, RuntimeError | ValueError)  # what torch raises about shapes
+    if last.ours.startswith("models/"):
+        return misfit
     # A layer that surgery put into the user's model was called by the user's forward, with shapes that do not fit it.
     called = [not frame.ours for frame in frames if not frame.ours.startswith("layers/")]
-    return frames[-1].ours.startswith("layers/") and called[-1:] == [True] and isinstance(error, RuntimeError)
+    return last.ours.startswith("layers/") and called[-1:] == [True] and misfit
 
 
 def user_error(error: BaseException, model: str) -> UserCodeError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from fednorm.core.expression import parse_term
 from fednorm.core.extending import check_name, load_installed, summary_of
+from fednorm.core.user_code import failed
 from fednorm.data.federation import Federation
 from fednorm.data.image_set import ImageSet
 from fednorm.data.partition import PARTITIONS, PartitionInfo, Rows, checked, generator
 from fednorm.data.registry import DATASETS
-from fednorm.errors import ConfigError, unknown
+from fednorm.errors import ConfigError, FednormError, unknown
 
 Make = TypeVar("Make", bound=Callable[..., Any])
 
@@ -74,7 +76,27 @@ def load_own(expression: str, **given: Any) -> Federation | ImageSet | None:
         if not takes_any:
             own = ", ".join(name for name in parameters if name not in given) or "none"
             raise ConfigError(f"data set '{term.name}' has no option '{key}'; its options: {own}")
-    return _as_data(term.name, make(**keywords))
+    with _users(f"data set '{term.name}'"):
+        made = make(**keywords)
+    return _as_data(term.name, made)
+
+
+@contextmanager
+def _users(what: str) -> Iterator[None]:
+    """Around a user's function: whatever it raises is told as theirs."""
+    try:
+        yield
+    except FednormError:
+        raise
+    except Exception as error:
+        raise failed(f"{what} failed", error) from error
+
+
+def refuse_dealing(name: str, **settings: tuple[object, object]) -> None:
+    """Refuse settings, each with its default, that say how to deal data that come with their clients."""
+    for setting, (value, default) in settings.items():
+        if value != default:
+            raise ConfigError(f"data set '{name}' comes with its clients; leave out data.{setting}={value}")
 
 
 def _as_data(name: str, made: Any) -> Federation | ImageSet:
@@ -125,7 +147,8 @@ def register_partition(name: str, *, summary: str = "", uses_labels: bool = True
             **chosen: object,
         ) -> Rows:
             more = {"domains": domains} if asks_domains else {}
-            rows = deal(labels, num_clients, generator(seed, "own", key), **chosen, **more)
+            with _users(f"partition '{name}'"):
+                rows = list(deal(labels, num_clients, generator(seed, "own", key), **chosen, **more))
             return checked(name, _as_rows(name, rows, len(labels), num_clients), min_size, "change what it deals")
 
         own.__wrapped__ = deal  # pyright: ignore[reportFunctionMemberAccess]

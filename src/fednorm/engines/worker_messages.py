@@ -18,6 +18,7 @@ from fednorm.errors import FednormError, first_line
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.schema import Schema
 from fednorm.halves.site import Sites
+from fednorm.models.zoo import working_directory_importable
 
 _ALIGNMENT = 64  # what torch's own allocator gives: some matrix kernels round differently on other addresses
 
@@ -157,7 +158,8 @@ def _batch_norms(model: nn.Module) -> list[str]:
 
 def from_message(message: WorkerMessage) -> tuple[Sites, dict[PhaseId, PreparedPhase]]:
     """The sites and their phases, in the process that got the message."""
-    parts = load(message.packed)
+    with working_directory_importable():  # the user's model may be defined there
+        parts = load(message.packed)
     torch.set_default_dtype(parts["default_dtype"])
     sites = parts["sites"]
     strange = set(parts["batch_norms"]) ^ set(_batch_norms(sites.prepared.model))

@@ -26,7 +26,7 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
         return _from_timm(name, target, sizes, options)
     if source == "torchvision":
         return _from_torchvision(name, target, sizes, options)
-    with _working_directory_importable():
+    with working_directory_importable():
         return call_factory(name, _find_factory(name, source, target), sizes, options)
 
 
@@ -82,7 +82,7 @@ def _import_optional(module: str, name: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _working_directory_importable() -> Iterator[None]:
+def working_directory_importable() -> Iterator[None]:
     """Let modules of the current folder be found, as `python -m` does, and only while a factory is at work."""
     here = os.getcwd()
     sys.path.insert(0, here)

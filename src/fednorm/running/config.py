@@ -114,13 +114,11 @@ class EngineConfig:
     """Where and how the run is computed."""
 
     name: Literal["auto", "sequential", "stacked", "workers"] = "auto"
-    """engine: sequential, stacked (all clients at once), workers (CPU processes) or auto: stacked on a GPU, else the
-    faster of sequential and workers, which give the same bits"""
+    """engine: sequential, workers (CPU processes, same bits), stacked (all clients at once); auto: stacked on GPUs"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps"""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """numbers inside a GPU's convolutions and norms (bf16: stacked engine); weights, statistics, merges keep theirs;
-    refused where it would do nothing"""
+    """numbers inside a GPU's convolutions and norms (bf16: stacked engine); weights, statistics, merges keep theirs"""
     threads: int = 0
     """CPU threads; 0: torch's choice, and one with the engine auto or in a comparison on a CPU"""
     workers: int = 0

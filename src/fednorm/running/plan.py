@@ -23,7 +23,7 @@ from fednorm.data.checks import check
 from fednorm.data.federation import Federation
 from fednorm.data.from_files.source import find_source
 from fednorm.data.live import usual_loaders
-from fednorm.data.own import load_own
+from fednorm.data.own import load_own, refuse_dealing
 from fednorm.engines.ignored import refuse_ignored, refuse_nothing_to_narrow
 from fednorm.engines.machine import find_device
 from fednorm.errors import ConfigError
@@ -34,7 +34,7 @@ from fednorm.halves.site import Sites, batches_of
 from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
 from fednorm.models.fitting import check_inputs
-from fednorm.running.config import RunConfig
+from fednorm.running.config import DataConfig, RunConfig
 from fednorm.running.extensions import with_extensions
 from fednorm.running.initial import read_start
 from fednorm.running.own_files import build_own
@@ -187,6 +187,9 @@ def build_federation(config: RunConfig) -> Federation:
         return build_own(source, config)
     own = load_own(data.name, dir=data.dir, clients=data.clients, seed=config.seed)
     if isinstance(own, Federation):
+        usual = DataConfig()
+        named = ("partition", "unseen", "train_limit")
+        refuse_dealing(data.name, **{name: (getattr(data, name), getattr(usual, name)) for name in named})
         return own
     term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
     return make_federation(

@@ -23,6 +23,7 @@ from fednorm.core.step import Batch, Carry, by_autograd, forward, training_mode
 from fednorm.core.user_code import UserCode, is_users, user_error
 from fednorm.errors import ConfigError, FednormError
 from fednorm.running.plan import Plan, build_model
+from fednorm.scoring.tasks import Classification, Segmentation
 
 ROWS = 2
 """Examples of the trial: as few as a batch norm can train on."""
@@ -77,7 +78,9 @@ def _score(plan: Plan) -> None:
 
 def _check_outputs(plan: Plan, output: Any) -> None:
     """Too few outputs fail only where a label is larger, and on a GPU without a word."""
-    classes = getattr(plan.task, "num_classes", 0)
+    if not isinstance(plan.task, Classification | Segmentation):
+        return
+    classes = plan.task.num_classes
     if isinstance(output, Tensor) and output.dim() > 1 and output.shape[1] < classes:
         raise ConfigError(
             f"{plan.prepared.name} has {output.shape[1]} outputs for {classes} classes; "
