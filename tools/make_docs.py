@@ -29,6 +29,18 @@ Order of settings: defaults, then the TOML file of `--config`, then `--set`, the
 
 `--debug`, anywhere on the line, or the environment variable `FEDNORM_DEBUG=1` shows the traceback behind an error: of a
 model or a method of your own, where in your code it failed.
+
+`fednorm --install-completion` teaches your shell to complete commands, flags, and the names of methods, models, data
+sets, partitions and fields; `--show-completion` prints the script instead.
+
+Tables are laid out for the terminal: words stay whole, and columns for which there is no room are left out by name. A
+file or a pipe has no width, so lines are never broken there; `COLUMNS=80 fednorm methods | less` gives them one.
+
+`--track tensorboard`, `--track wandb` and `--track mlflow` follow runs beside their folder, each with its extra
+(`pip install "fednorm[wandb]"`); all are told the same numbers, round by round, and a tracker that fails warns once
+while the run goes on. W&B works offline where nobody is logged in or WANDB_MODE says so, and `wandb sync` sends it
+later; MLflow writes into the run's folder unless MLFLOW_TRACKING_URI names a server. A resumed run goes on under the
+same ids.
 """
 
 
