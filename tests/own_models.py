@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tiny
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 
 VOCABULARY, LENGTH, WIDTH = 11, 5, 4
 
