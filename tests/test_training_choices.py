@@ -16,7 +16,8 @@ import tiny
 from fednorm.core.optim import Optimizer
 from fednorm.core.optimizers import register_optimizer
 from fednorm.core.state import Tree
-from fednorm.data.federation import Federation, from_clients
+from fednorm.data.federation import Federation
+from fednorm.data.given import from_clients
 from fednorm.errors import ConfigError, WireError
 from fednorm.halves.messages import LocalWork
 from fednorm.running.observers import headline
