@@ -23,6 +23,7 @@ def test_public_names_are_pinned() -> None:
         "Server",
         "Site",
         "Update",
+        "UserCodeError",
         "__version__",
         "compare",
         "entries",
