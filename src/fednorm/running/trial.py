@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fednorm.core.method import Numbers
 from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.state import Tree, model_state
 from fednorm.core.step import Batch, Carry, by_autograd, forward, training_mode
@@ -49,7 +50,7 @@ def _train(plan: Plan, batch: Batch) -> None:
     each = plan.phase(PhaseId(Purpose.TRAIN, 0, len(plan.method.stages[0]) - 1)).passes[0]
     spec = replace(plan.step_spec(each), model=copy.deepcopy(plan.prepared.model))
 
-    def objective(params: Tree, carry: Carry, batch: Batch, numbers: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    def objective(params: Tree, carry: Carry, batch: Batch, numbers: Numbers) -> tuple[Tensor, Tensor]:
         output = forward(spec, params | carry.state, batch.x, batch.key)
         _check_outputs(plan, output)
         loss = plan.task.loss(output, batch.y)
