@@ -67,3 +67,10 @@ def test_an_interrupted_run_on_the_device_goes_on_to_the_same_bits(method: str) 
     list(second.rounds())
     for key, value in whole.server.tree.items():
         assert torch.equal(value, second.server.tree[key]), key
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_a_run_twice_gives_the_same_bits(precision: str) -> None:
+    changes = {**EXACT, "data": tiny.federation((8, 8, 8)), "rounds": 6, "engine__precision": precision}
+    first, second = (tiny.play(tiny.plan("fedavg", engine__name="auto", **changes)) for _ in range(2))
+    assert tiny.fingerprint(first) == tiny.fingerprint(second)
