@@ -82,3 +82,10 @@ def test_models_of_users_equal_the_reference(name: str, capsys: pytest.CaptureFi
     # Relative to tensors whose gradients are all rounding, as those of the keys' biases in attention.
     assert gap(*runs) < 5e-4
     assert "cannot" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_a_run_twice_gives_the_same_bits(precision: str) -> None:
+    changes = {**EXACT, "data": tiny.federation((8, 8, 8)), "rounds": 6, "engine__precision": precision}
+    first, second = (tiny.play(tiny.plan("fedavg", engine__name="auto", **changes)) for _ in range(2))
+    assert tiny.fingerprint(first) == tiny.fingerprint(second)

@@ -26,11 +26,11 @@ def test_the_callers_model_stays_as_it_is() -> None:
 def test_precision_switches_are_put_back() -> None:
     """They are torch's own and belong to the whole program."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic
     plan = tiny.plan()
     coarse = replace(plan, config=updated(plan.config, {"engine.precision": "tf32"}))  # a CPU's plan would be refused
     rounds = tiny.Run(coarse, tiny.Store()).rounds()
     next(rounds)
-    assert (matmul.allow_tf32, cudnn.allow_tf32) == before
+    assert (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic) == before
     list(rounds)
-    assert (matmul.allow_tf32, cudnn.allow_tf32) == before
+    assert (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic) == before

@@ -79,15 +79,21 @@ def device_name(device: torch.device) -> str:
 
 @contextmanager
 def precision(name: str) -> Iterator[None]:
-    """Let float32 be rounded to tf32 inside products only where the precision allows it; given back afterwards."""
+    """Let float32 be rounded to tf32 inside products only where the precision allows it; given back afterwards.
+
+    cuDNN also has convolutions whose gradients add up in whatever order threads come; a run that is played again must
+    give the same bits, so those are left out. Our own kernels, which tf32 and bf16 use, always add up in one order.
+    """
     import torch
 
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name != "fp32"
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic
+    matmul.allow_tf32 = cudnn.allow_tf32 = name != "fp32"
+    cudnn.deterministic = True
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic = before
 
 
 @contextmanager
