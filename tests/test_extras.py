@@ -156,7 +156,7 @@ def trained_by_hand(plan: Plan) -> dict[str, Tensor]:
 @pytest.mark.parametrize("per_round", [4, 2])
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "workers"])
 def test_scaffold_equals_a_loop_by_hand(engine: str, per_round: int) -> None:
-    plan = made("scaffold", per_round, engine__name=engine, engine__workers=2)
+    plan = made("scaffold", per_round, **tiny.engine(engine))
     run = tiny.play(plan)
     assert distance(run.server.tree, trained_by_hand(plan)) < (EXACT if engine != "stacked" else 1e-10)
     kept = [key for key in run.store.get(run.store.seen()[0]).tree if key.startswith("own:")]
@@ -223,7 +223,7 @@ def passes_by_hand(plan: Plan, client: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "workers"])
 def test_passes_equal_a_loop_by_hand(engine: str) -> None:
     data = tiny.federation((8, 12))
-    plan = made("head-then-body", 2, data=data, rounds=1, train__momentum=0.9, engine__name=engine, engine__workers=2)
+    plan = made("head-then-body", 2, data=data, rounds=1, train__momentum=0.9, **tiny.engine(engine))
     run = tiny.play(plan)
     first, second = (passes_by_hand(plan, client) for client in (0, 1))
     for key, value in run.server.tree.items():

@@ -440,7 +440,7 @@ def test_reported_entries_are_checked(value: float, why: str, tmp_path: Path) ->
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("engine", ["workers", "stacked"])
 def test_reported_entries_in_every_engine(engine: str) -> None:
-    one, other = (tiny.play(made("told", 2, engine__name=name, engine__workers=2)) for name in ("sequential", engine))
+    one, other = (tiny.play(made("told", 2, **tiny.engine(name))) for name in ("sequential", engine))
     for client in one.store.seen():
         left, right = one.store.get(client).tree, other.store.get(client).tree
         assert left.keys() == right.keys() >= set(one.plan.phases[0].reported)

@@ -95,6 +95,11 @@ def config(method: str = "fedavg", **changes: Any) -> RunConfig:
     return updated(RunConfig(), {**_BASE, "method": method, **chosen})
 
 
+def engine(name: str) -> dict[str, Any]:
+    """Settings of an engine, with two processes where it has any."""
+    return {"engine__name": name} | ({"engine__workers": 2} if name == "workers" else {})
+
+
 def plan(
     method: str | Method = "fedavg", *, model: nn.Module | None = None, data: Federation | None = None, **changes: Any
 ) -> Plan:
