@@ -141,7 +141,7 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
             module.__class__ = StackBatchNorm1d
         elif type(module) is nn.GroupNorm:
             module.__class__ = StackGroupNorm
-        elif type(module) is nn.Linear and narrow is not None and module.weight.numel() >= WORTH_ROUNDING:
+        elif narrow is not None and _is_large(module):
             module.__class__ = StackLinear
             vars(module).update(narrow=narrow)
         elif type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
@@ -174,8 +174,12 @@ def _widen_output(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def can_narrow(model: nn.Module) -> bool:
-    """Whether a model has a convolution that can round its inputs."""
-    return any(map(_is_plain, model.modules()))
+    """Whether a model has a layer that can round its inputs."""
+    return any(_is_plain(module) or _is_large(module) for module in model.modules())
+
+
+def _is_large(linear: nn.Module) -> bool:
+    return type(linear) is nn.Linear and linear.weight.numel() >= WORTH_ROUNDING
 
 
 def _is_plain(conv: nn.Module) -> bool:
