@@ -25,7 +25,7 @@ from fednorm.running.plan import Plan
 from fednorm.running.records import RoundRow as Row
 from fednorm.running.records import RunId
 from fednorm.running.run import Run
-from fednorm.running.same_program import engine_maker, same_program, same_settings
+from fednorm.running.same_program import engine_maker, same_bits, same_program, same_settings
 from fednorm.running.stopping import Interrupted
 from fednorm.running.store import Store
 from test_device_stack import stack_of
@@ -117,6 +117,7 @@ def test_seeds_share_a_stack(method: str) -> None:
 @pytest.mark.parametrize("method", ["fedavg", "fedbn"])
 def test_seeds_share_a_stack_on_a_gpu(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cuda"})
+    monkeypatch.setattr("fednorm.running.same_program.same_bits", lambda *_: True)  # float64, up to rounding
     check([{"method": method, "seed": seed, "engine__device": "cuda"} for seed in SEEDS])
 
 
@@ -193,6 +194,16 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_makes_another_program(name: str) -> None:
     assert not same_program(made("fedadam"), made(**{"method": "fedadam", **OTHERS[name]}))
+
+
+def test_runs_in_company_give_the_bits_they_give_alone_or_stay_alone() -> None:
+    configs = {name: tiny.config(engine__precision=name) for name in ("fp32", "tf32", "bf16")}
+    assert {name: same_bits(config, "cuda") for name, config in configs.items()} == {
+        "fp32": False,
+        "tf32": True,
+        "bf16": True,
+    }
+    assert same_bits(configs["fp32"], "cpu")
 
 
 def test_another_precision_is_another_program() -> None:

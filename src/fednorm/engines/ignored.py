@@ -37,4 +37,5 @@ def refuse_ignored(settings: Settings, device: torch.device, dtype: str) -> None
 def refuse_nothing_to_narrow(settings: Settings, model: nn.Module, name: str) -> None:
     """Refuse bf16 for a model without a layer that it is for."""
     if settings.precision == "bf16" and not can_narrow(model):
-        raise ConfigError(f"engine.precision=bf16 finds no plain convolution or large linear layer in {name}; give tf32 or fp32")
+        wanted = "no plain convolution or large linear layer"
+        raise ConfigError(f"engine.precision=bf16 finds {wanted} in {name} to act on; give tf32 or fp32")

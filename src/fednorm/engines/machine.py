@@ -11,7 +11,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fednorm.errors import ConfigError
 
@@ -86,7 +86,8 @@ def precision(name: str) -> Iterator[None]:
     """
     import torch
 
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    backends: Any = torch.backends  # whose switches are declared nowhere
+    matmul, cudnn = backends.cuda.matmul, backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic
     matmul.allow_tf32 = cudnn.allow_tf32 = name != "fp32"
     cudnn.deterministic = True

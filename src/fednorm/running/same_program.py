@@ -46,8 +46,17 @@ def same_program(a: Plan, b: Plan) -> bool:
 
 def shares_stack(a: RunConfig, b: RunConfig) -> bool:
     """Whether two runs will likely share a stack, as far as configs tell: only then are their plans made together."""
-    stays = a.engine.name in ("auto", "stacked") and find_device(a.engine.device).type in slot.DEVICES
+    device = find_device(a.engine.device).type
+    stays = a.engine.name in ("auto", "stacked") and device in slot.DEVICES and same_bits(a, device)
     return stays and a.engine.quorum is None and same_settings(a, b) and same_phases(parse(a.method), parse(b.method))
+
+
+def same_bits(config: RunConfig, device: str) -> bool:
+    """Whether a run in company gives the bits it gives alone, so that neither `--jobs` nor a resume changes any.
+
+    In float32 without tf32 cuDNN computes a GPU's convolutions, and takes other ways for other numbers of clients.
+    """
+    return device != "cuda" or config.engine.precision != "fp32"
 
 
 def same_settings(a: RunConfig, b: RunConfig) -> bool:
@@ -189,4 +198,5 @@ def _shares(plan: Plan) -> bool:
     """Whether a plan's rounds are played on a device that several runs may share."""
     name = plan.config.engine.name
     stacked = name == "stacked" or (name == "auto" and plan.device.type == "cuda")
-    return stacked and plan.config.engine.quorum is None and can_stay(plan)
+    alike = same_bits(plan.config, plan.device.type)
+    return stacked and alike and plan.config.engine.quorum is None and can_stay(plan)
