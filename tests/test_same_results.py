@@ -29,7 +29,7 @@ TINY = ("--rounds", "3", "--local-steps", "1", "--model", "mlp_bn(width=16)", "-
 def numbers(result: Any) -> Any:
     """A result without what a clock measured and what it ran on."""
     if isinstance(result, dict):
-        aside = {"seconds", "ran", "folder"}
+        aside = {"seconds", "ran", "folder", "picture"}
         return {key: numbers(value) for key, value in result.items() if key not in aside}
     return [numbers(each) for each in result] if isinstance(result, list) else result
 

@@ -16,6 +16,8 @@ import tiny
 from command import fednorm
 from fednorm import Part, register, run
 from fednorm.cli import exit_code
+from fednorm.core.optim import Optimizer
+from fednorm.core.optimizers import nesterov_update
 from fednorm.core.state import Kind, digest
 from fednorm.core.user_code import UserCode
 from fednorm.errors import ConfigError, UserCodeError
@@ -99,8 +101,8 @@ SEEN_BEFORE = {
     "mat2 shapes cannot be multiplied (1x1568 and 784x10) (their_models.py:26)",
     "--model their_models:Detached": "the loss of model 'their_models:Detached' depends on none of its parameters, so "
     "nothing can be learned; look for `detach`, `no_grad` or `.item()` in its forward pass",
-    "--model their_models:Pair": "the task failed on the outputs of model 'their_models:Pair': TypeError: "
-    "cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not tuple",
+    "--model their_models:Pair": "the model (Pair) returns a tuple of 2, of which classification takes one; say which: "
+    "fednorm.output(model, 0)",
     "--model their_models:Net(depth=3)": "model 'their_models:Net' has no option 'depth'; its options: none",
     "--model their_models:word": "model 'their_models:word' must be a function or class; it is str",
     "--model their_models:Nett": "in module 'their_models', factory 'Nett' is not known; did you mean 'Net'?",
@@ -334,7 +336,8 @@ def test_an_error_of_our_own_code_stays_what_it_is() -> None:
 def test_a_bug_of_ours_in_a_step_keeps_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fednorm.halves.agreed.optimizer", lambda *_: None)
+    # An update without buffers, as if the optimizer's own code were wrong.
+    monkeypatch.setattr("fednorm.core.optimizers.MOMENTUM_SGD", Optimizer(nesterov_update, (), "sgd"))
     assert exit_code(["run", *TINY, "--model", "mlp_bn(width=16)", "--out", str(tmp_path / "a")]) == 1
     problem = capsys.readouterr().err.splitlines()
     assert problem[0] == "Traceback (most recent call last):"
