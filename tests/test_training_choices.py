@@ -20,8 +20,8 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import from_clients
 from fednorm.errors import ConfigError, WireError
 from fednorm.halves.messages import LocalWork
-from fednorm.running.observers import headline
 from fednorm.running.plan import make_plan
+from fednorm.running.progress import headline
 from fednorm.running.run import Run
 from fednorm.running.store import Store
 from fednorm.scoring.own_task import Task
@@ -74,9 +74,7 @@ TASKS: dict[str, tuple[str, int, str | Task]] = {
 def made(name: str, engine: str = "sequential", method: str = "fedbn", **changes: Any) -> Any:
     kind, outputs, task = TASKS[name]
     named = task if isinstance(task, str) else None
-    settings = tiny.config(
-        method, engine__name=engine, engine__workers=2, data__val_fraction=0.25, task=named, **changes
-    )
+    settings = tiny.config(method, **tiny.engine(engine), data__val_fraction=0.25, task=named, **changes)
     own = None if isinstance(task, str) else task
     return make_plan(settings, model=net(outputs), federation=data(kind, outputs), task=own)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import queue as queues
 import signal
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -20,14 +21,14 @@ from fednorm.running.records import OnRow, RoundRow, RunId
 from fednorm.running.stopping import Interrupted, Stop, orderly_stop
 
 
-def _work(cell: Cell, packed: bytes, told: Any, enough: Any) -> None:
+def _work(cell: Cell, packed: bytes, told: Connection, enough: Any) -> None:
     """A worker process: play one run, tell its rows, and tell how it ended."""
 
     def tell(run: RunId, row: RoundRow) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
             raise Interrupted(signal.SIGTERM)  # killed: nobody would read on, and whoever resumes wants the folder
-        told.put((run, row))
+        told.send((run, row))
         if enough.is_set():
             raise Stop
 
@@ -35,7 +36,7 @@ def _work(cell: Cell, packed: bytes, told: Any, enough: Any) -> None:
         play_cells([replace(cell, objects=_unpacked(packed))], tell)
     except FednormError as error:
         error.add_note(f"in the process of {cell.id}:\n{traceback.format_exc()}")  # which does not come along
-        told.put((cell.id, error))
+        told.send((cell.id, error))
     except Interrupted:
         pass
 
@@ -71,15 +72,30 @@ def _tell(on_row: OnRow, run: RunId, row: RoundRow, enough: Any) -> None:
         enough.set()
 
 
+def _news(told: dict[BaseProcess, Connection]) -> Iterator[tuple[RunId, RoundRow | FednormError]]:
+    """What processes have said by now, or say in a moment; lines that ended are forgotten."""
+    ready = wait(list(told.values()), timeout=0.2)
+    if not told:
+        time.sleep(0.05)  # for processes that have said all there is, to end
+    for process, line in list(told.items()):
+        if line in ready:
+            try:
+                yield line.recv()
+            except (EOFError, OSError):  # it ended, or was killed
+                line.close()
+                del told[process]
+
+
 def play_in_processes(pending: Sequence[Cell], jobs: int, on_row: OnRow | None) -> None:
     """Play runs in processes, `jobs` at a time; the first failure ends all of them."""
     # Fresh interpreters: a fork of a process that has used torch's threads may hang.
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # whose start would undo the block of signals below
-    told = context.Queue()
     waiting = [(cell, _packed(cell.objects)) for cell in pending]
     enough = {cell.id: context.Event() for cell in pending}
     working: dict[BaseProcess, Cell] = {}
+    told: dict[BaseProcess, Connection] = {}
+    """a line from each: one that is killed in the middle of a word leaves the others theirs"""
     asked_to_end: set[BaseProcess] = set()
     failure: FednormError | None = None
     with orderly_stop() as stopped:
@@ -87,26 +103,25 @@ def play_in_processes(pending: Sequence[Cell], jobs: int, on_row: OnRow | None) 
             while waiting and len(working) < jobs and not stopped() and failure is None:
                 cell, packed = waiting.pop(0)
                 bare = replace(cell, objects=Objects())
-                process = context.Process(target=_work, args=(bare, packed, told, enough[cell.id]))
+                heard, says = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(bare, packed, says, enough[cell.id]))
                 # A worker inherits the block: Ctrl-C in a terminal reaches this process alone, which ends the others.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 process.start()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-                working[process] = cell
-            try:
-                run, news = told.get(timeout=0.2)
+                says.close()  # the process has its own end: when it is gone, so is the line
+                working[process], told[process] = cell, heard
+            for run, news in _news(told):
                 if isinstance(news, FednormError):
                     failure = failure or news
                 elif on_row and not enough[run].is_set():
                     _tell(on_row, run, news, enough[run])
-            except queues.Empty:
-                pass
             if stopped() or failure:
                 waiting.clear()
                 for process in working.keys() - asked_to_end:
                     process.terminate()
                     asked_to_end.add(process)  # asked twice, a worker would not finish its round
-            for process in [process for process in working if not process.is_alive()]:
+            for process in [process for process in working if process not in told and not process.is_alive()]:
                 cell = working.pop(process)
                 process.join()
                 if process.exitcode and not stopped() and failure is None:

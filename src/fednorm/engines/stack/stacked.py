@@ -134,7 +134,10 @@ class StackTrainer:
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
     ) -> Iterator[Outcome]:
         if self._sequential:
-            yield from self._sequential.train(phase, numbers, jobs, probing)
+            for done in self._sequential.train(phase, numbers, jobs, probing):
+                if self._failed:
+                    self._say("using sequential")
+                yield done
             return
         waiting = list(jobs)
         while waiting:
@@ -171,7 +174,6 @@ class StackTrainer:
                 f"stacked engine: {self.fell_back}, and other ways of training have no bf16; "
                 "give engine.precision=tf32 or fp32"
             ) from error
-        self._say("using sequential")
         restore(self._whole.prepared.model)
         self._sequential = SequentialEngine(self._whole)
 
