@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fednorm.engines.stack.compiled import compiled, repays
 from fednorm.engines.stack.fusion import fuse, trace
+from fednorm.engines.stack.row_matrix import aligned
 
 
 def operators(traced: torch.fx.GraphModule) -> Counter[str]:
@@ -87,3 +90,63 @@ def test_a_bias_of_a_wider_type_is_not_taken_in(wide: bool) -> None:
     fused = fuse(trace(shifted, x, w, bias))
     assert ("aten.add.Tensor" in operators(fused)) == wide
     assert fused(x, w, bias).dtype == shifted(x, w, bias).dtype
+
+
+def test_weights_are_rounded_once_for_all_layers_that_read_them() -> None:
+    """Whatever reads a part of the matrix in a narrow type: two operators, and a cast of torch's own."""
+    flat = torch.randn(2, 4 * 3 * 9 + 5 * 4 + 3)
+    x = torch.randn(2, 3, 3, 5, 5).bfloat16()
+
+    def layers(flat: Tensor, x: Tensor) -> Tensor:
+        filters, matrix, shift = flat.split([108, 20, 3], 1)
+        y = torch.ops.fednorm.conv(x, filters.view(2, 4, 3, 3, 3), 1, [1, 1]).mean((3, 4))
+        y = torch.ops.fednorm.linear(y, matrix.view(2, 5, 4))
+        return y.sum((1, 2)) + shift.to(torch.bfloat16).sum(1) + flat[:, :2].sum(1)
+
+    fused = fuse(trace(layers, flat, x))
+    assert operators(fused)["fednorm.narrowed.default"] == 1
+    assert operators(fused)["aten._to_copy.default"] == 0
+    assert torch.equal(fused(flat, x), layers(flat, x))
+
+
+def test_rounded_rows_begin_at_aligned_addresses() -> None:
+    for flat in (torch.randn(3, 37), aligned(torch.randn(3, 37)), torch.randn(37, 3).t()):
+        narrow = torch.ops.fednorm.narrowed(flat, torch.bfloat16)
+        assert torch.equal(narrow, flat.bfloat16())
+        assert narrow.stride() == (48, 1)
+
+
+def test_a_compiler_is_asked_where_many_calls_repay_it() -> None:
+    traced = trace(lambda x: (x.sin() + x.cos()).exp().view(6).sum(), torch.randn(2, 3))
+    assert not repays(traced, 1_000)
+    assert repays(traced, 1_000_000)
+    assert not repays(trace(lambda x: x.view(6)[2:], torch.randn(2, 3)), 1_000_000)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+def test_a_compiler_that_fails_is_told_of_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise FileNotFoundError("no C compiler here")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
+    assert compiled(trace(torch.sin, torch.randn(2)), {}) is None
+    assert capsys.readouterr().err == (
+        "stacked engine: steps take longer than they could, torch's compiler failed (no C compiler here)\n"
+    )
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
+def test_what_the_compiler_makes_of_a_program_is_the_same_function() -> None:
+    state = {"w": torch.randn(2, 16), "x": torch.randn(2, 3, 4, 5, 5)}
+
+    def step(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        y = torch.ops.fednorm.conv(state["x"].tanh(), state["w"].view(2, 4, 4, 1, 1), 1, [0, 0])
+        return {"w": state["w"] - y.softmax(2).mean((1, 3, 4)).repeat(1, 4)}, {}
+
+    call = compiled(trace(step, state), state)
+    assert call is not None
+    assert torch.allclose(call(state)[0]["w"], step(state)[0]["w"], atol=1e-6)

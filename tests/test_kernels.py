@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from fednorm.core.state import entries
-from fednorm.engines.stack.kernels.layers import StackBatchNorm2d, StackConv2d, use_kernels
+from fednorm.engines.stack.kernels.layers import StackBatchNorm2d, StackConv2d, StackLinear, use_kernels
 from fednorm.layers.keyed import KeyedDropout, number_keyed_layers
 from fednorm.layers.ws_conv import WSConv2d
 from fednorm.models import build
@@ -76,6 +76,40 @@ def test_poolings_and_dropouts_have_the_gradients_of_the_layers_they_replace() -
     assert torch.allclose(losses, wanted, atol=1e-12)
     for key, value in expected.items():
         assert torch.allclose(grads[key], value, atol=1e-10), key
+
+
+def test_norms_of_groups_and_of_vectors_have_the_gradients_of_torchs_own() -> None:
+    layers = [nn.Conv2d(1, 6, 3), nn.GroupNorm(3, 6), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.GroupNorm(1, 6, affine=False)]
+    layers += [
+        nn.Flatten(2),
+        nn.BatchNorm1d(6),
+        nn.Flatten(),
+        nn.Linear(6 * 64, 7),
+        nn.BatchNorm1d(7),
+        nn.Linear(7, 10),
+    ]
+    model = nn.Sequential(*layers).double().train()
+    swapped = copy.deepcopy(model)
+    assert use_kernels(swapped) == 6
+    (grads, losses, rest), (expected, wanted, moved) = gradients(swapped), gradients(model)
+    assert torch.allclose(losses, wanted, atol=1e-12)
+    for key, value in expected.items():
+        assert torch.allclose(grads[key], value, atol=1e-10), key
+    for key, value in moved.items():
+        assert torch.allclose(rest[key], value, atol=1e-12), key
+
+
+def test_large_linear_layers_are_narrow_and_their_gradients_wide() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 64), nn.GELU(), nn.Linear(64, 10)).train()
+    narrow = copy.deepcopy(model)
+    use_kernels(narrow, torch.bfloat16)
+    assert [isinstance(layer, StackLinear) for layer in narrow] == [False, True, False, False]
+    (grads, losses, _), (expected, wanted, _) = gradients(narrow, torch.float32), gradients(model, torch.float32)
+    assert losses.dtype == torch.float32
+    assert torch.allclose(losses, wanted, rtol=2e-2)
+    for key, value in expected.items():
+        assert grads[key].dtype == torch.float32
+        assert torch.allclose(grads[key], value, atol=2e-2 * float(value.abs().max())), key
 
 
 def test_outside_a_mapping_the_layers_are_torchs() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fednorm.engines.stack.kernels import element_ops as element_ops  # makes the operators known to torch
+from fednorm.engines.stack.kernels import layer_ops as layer_ops
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
 _VIEWS = {
