@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import GraphModule
-from torch.fx.graph import CodeGen
+from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from fednorm.core.state import Tree
@@ -50,10 +48,9 @@ def compiled(traced: GraphModule, state: Tree) -> Callable[[Tree], Any] | None:
 def _compiled(traced: GraphModule, state: Tree) -> Callable[[Tree], Any]:
     from torch._inductor.compile_fx import compile_fx
 
-    plain = copy.copy(traced)
-    plain.graph = copy.deepcopy(traced.graph)
-    plain.graph.set_codegen(CodeGen())  # takes and returns tensors side by side, as the compiler wants them
-    plain.recompile()
+    graph = Graph()  # one that takes and returns tensors side by side, as the compiler wants them
+    graph.output(graph.graph_copy(traced.graph, {}))
+    plain = GraphModule(traced, graph)
     with torch.no_grad(), torch._inductor.config.patch({"fallback_random": True}):  # pyright: ignore[reportAttributeAccessIssue]
         function: Any = compile_fx(plain, tree_leaves(state))
 
