@@ -18,8 +18,8 @@ from fednorm.errors import FednormError, UserCodeError, first_line
 _PACKAGE = Path(__file__).parents[1]
 _PYTHON = Path(sysconfig.get_paths()["stdlib"])
 _INSTALLED = {"site-packages", "dist-packages"}
-_TOOLS = {"torch", "triton", "numpy", "safetensors", "typer", "click", "rich"}
-"""Packages that both sides call; their frames tell nothing."""
+_TOOLS = {"torch", "triton", "numpy", "safetensors", "typer", "click", "rich", "wandb", "mlflow"}
+"""Packages that both sides call, or that put themselves between (as W&B does for `sys.exit`); they tell nothing."""
 _MADE = ("<frozen", "<string>", "<eval_with_key>")
 """Where code comes from that Python and torch write themselves; a session's `<stdin>` is the user's."""
 _FORWARD = {
