@@ -28,6 +28,7 @@ KERNELS = (
     ("run_norm", "run_norm_grad"),
     ("run_dropout", "run_max_pool", "run_thin", "run_relu_grad", "run_fold", "run_sgd"),
     ("take_images",),
+    ("run_group_norm", "run_group_norm_grad"),
 )
 ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd"}
 
@@ -35,7 +36,7 @@ ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd"}
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel was launched."""
-    from fednorm.engines.stack.kernels import conv, elements, images, norm
+    from fednorm.engines.stack.kernels import conv, elements, group_norm, images, norm
 
     counts: Counter[str] = Counter()
 
@@ -46,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return count
 
-    for module, names in zip((conv, norm, elements, images), KERNELS, strict=True):
+    for module, names in zip((conv, norm, elements, images, group_norm), KERNELS, strict=True):
         for name in names:
             monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})
@@ -81,8 +82,20 @@ def bare() -> nn.Module:
     return nn.Sequential(*layers, nn.ReLU6(), nn.Flatten(), nn.Linear(144, tiny.NUM_CLASSES))
 
 
+def grouped() -> nn.Module:
+    layers = [
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, 2, 1),
+        nn.GroupNorm(4, 4),
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 5), nn.BatchNorm1d(5), nn.Linear(5, tiny.NUM_CLASSES))
+
+
 NORMS = {"run_norm", "run_norm_grad"}
 MODELS = {"residual": (residual, NORMS | {"run_thin"}), "bare": (bare, NORMS)}
+MODELS["grouped"] = grouped, NORMS | {"run_group_norm", "run_group_norm_grad"}
 MODELS["plain"] = plain, {"run_max_pool", "run_dropout", "run_relu_grad"}
 CHANGES = {"data": tiny.federation((8, 8, 8)), "rounds": 1, "train__lr": 0.02, "train__dtype": "float32"}
 
@@ -103,7 +116,13 @@ def both(model: nn.Module, method: str, **changes: object) -> tuple[Run, Run]:
 
 @pytest.mark.parametrize(
     ("model", "method", "steps"),
-    [("residual", "fedavg", 3), ("residual", "fedbn", 1), ("plain", "fedprox", 2), ("bare", "fedadam", 1)],
+    [
+        ("residual", "fedavg", 3),
+        ("residual", "fedbn", 1),
+        ("plain", "fedprox", 2),
+        ("bare", "fedadam", 1),
+        ("grouped", "fedavg", 2),
+    ],
 )
 def test_rounds_through_the_kernels_equal_the_reference(
     model: str, method: str, steps: int, launched: Counter[str]
@@ -133,8 +152,8 @@ def test_statistics_that_are_held_go_through_the_kernels(launched: Counter[str])
 def test_images_of_bytes_go_through_their_kernel(launched: Counter[str]) -> None:
     torch.manual_seed(0)
     data = tiny.federation((8, 8, 8))
-    bytes_of = ((data.x - data.x.min()) / (data.x.max() - data.x.min()) * 255).to(torch.uint8)
-    data = replace(data, x=bytes_of, mean=(0.4,), std=(0.3,))
+    x, test = ((part - part.min()) / (part.max() - part.min()) * 255 for part in (data.x, data.test_x))
+    data = replace(data, x=x.to(torch.uint8), test_x=test.to(torch.uint8), mean=(0.4,), std=(0.3,))
     reference, run = both(residual(), "fedavg", data=data, train__augment="crop(1)+flip")
     assert gap(reference, run) < 2e-4
     assert launched.keys() >= ALWAYS | NORMS | {"take_images"}
