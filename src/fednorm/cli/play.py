@@ -128,7 +128,7 @@ def finish(asked: Asked, result: Result) -> None:
         print_json({**result.to_json(), "folder": result.folder, **drawn})
         return
     print_scores(result)
-    for line in dict.fromkeys(f"{run['method']}: {note}" for run in result.runs for note in run["notes"]):
+    for line in note_lines(result):
         say(line)
     for run in result.runs:
         if run["best_validation"]:
@@ -145,6 +145,19 @@ def finish(asked: Asked, result: Result) -> None:
     if several:
         print(f"curves: {picture}" if picture else 'no picture of the curves: pip install "fednorm[report]"')
     print(f"folder: {result.folder}")
+
+
+def note_lines(result: Result) -> list[str]:
+    """What is to be known of the runs: a line for each method, and one for what is true of all."""
+    methods: dict[str, dict[str, None]] = {}
+    for run in result.runs:
+        for note in run["notes"]:
+            methods.setdefault(note, {})[run["method"]] = None
+    everyone = len(result.methods)
+    lines = []
+    for note, who in methods.items():
+        lines += [f"all: {note}"] if len(who) == everyone > 1 else [f"{method}: {note}" for method in who]
+    return lines
 
 
 def fresh(name: str) -> Path:

@@ -52,6 +52,7 @@ def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[s
         joined = any(_is_joined(run, protocol) for run in result.runs)
         axis.set_title(TITLES[protocol] + (" (dashed: not one global model)" if joined else ""), fontsize=11)
         axis.set_xlabel("round")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         if result.percent:
             axis.set_ylim(0, 100)
         axis.margins(x=0.01)
