@@ -99,6 +99,15 @@ def test_norms_of_groups_and_of_vectors_have_the_gradients_of_torchs_own() -> No
         assert torch.allclose(rest[key], value, atol=1e-12), key
 
 
+def test_a_norm_of_groups_of_vectors_is_torchs_own() -> None:
+    for norm in (nn.GroupNorm(3, 6), nn.GroupNorm(3, 6, affine=False)):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(144, 6), norm, nn.Linear(6, 10)).double().train()
+        swapped = copy.deepcopy(model)
+        assert use_kernels(swapped) == 1
+        for key, value in gradients(model)[0].items():
+            assert torch.allclose(gradients(swapped)[0][key], value, atol=1e-12), key
+
+
 def test_large_linear_layers_are_narrow_and_their_gradients_wide() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 64), nn.GELU(), nn.Linear(64, 10)).train()
     narrow = copy.deepcopy(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,11 +109,8 @@ def rounds_done(out: Path) -> int | None:
     folder = RunFolder(out)
     if not folder.state.exists():
         return None
-    store = Store(folder.state)
-    try:
+    with closing(Store(folder.state)) as store:
         return store.facts().get("round", 0)
-    finally:
-        store.close()
 
 
 def finish(asked: Asked, result: Result) -> None:

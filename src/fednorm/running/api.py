@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,12 +149,8 @@ def resume_folder(
 @contextmanager
 def opened(folder: RunFolder, plan: Plan, *, on_row: OnRow | None = None) -> Iterator[Playable]:
     """Hold the run of a folder, with its store open."""
-    with folder.locked():
-        store = Store(folder.state)
-        try:
-            yield Playable(plan, store, folder, on_row)
-        finally:
-            store.close()
+    with folder.locked(), closing(Store(folder.state)) as store:
+        yield Playable(plan, store, folder, on_row)
 
 
 def play(playable: Playable) -> RunResult:

@@ -7,6 +7,7 @@ the reason, unless its user wants it to follow the new number from here on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from fednorm.core.method import Memory, Progress
@@ -41,16 +42,13 @@ class Lengthening:
         set_rounds(self.folder, self.rounds)
         if not self.folder.state.exists():
             return
-        store = Store(self.folder.state)
-        try:
+        with closing(Store(self.folder.state)) as store:
             facts = store.facts()
             if facts:
                 config = replace(from_dict(facts["config"]), rounds=self.rounds)
                 notes = [*facts.get("notes", []), *([self.note] if self.reasons else [])]
                 changes = {"config": to_dict(config), "finished": False, "notes": notes}
                 store.commit(facts["round"], {}, changes, [])
-        finally:
-            store.close()
 
 
 def set_rounds(folder: RunFolder, rounds: int) -> None:
@@ -65,11 +63,8 @@ def lengthening(folder: RunFolder, plan: Plan, objects: Objects, rounds: int) ->
     """
     facts = {}
     if folder.state.exists():
-        store = Store(folder.state)
-        try:
+        with closing(Store(folder.state)) as store:
             facts = store.facts()
-        finally:
-            store.close()
     if not facts:
         return Lengthening(folder, rounds, 0, ())
     started, done = from_dict(facts["config"]), facts["round"]

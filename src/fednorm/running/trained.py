@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,22 +31,17 @@ class Trained:
     def model(self, client: int | str | None = None, which: Which = "last") -> nn.Module:
         """The network after surgery with the state it was trained to, in eval mode on the CPU."""
         plan = self.plan if isinstance(self.plan, Plan) else self.plan()
-        with _open(self.state) as store:
+        with opened_state(self.state) as store:
             return network_with(plan, model_of(plan, store, client, which))
 
 
-@contextmanager
-def _open(state: Store | Path) -> Iterator[Store]:
+def opened_state(state: Store | Path) -> AbstractContextManager[Store]:
+    """A run's store for a while: one that is open stays so, one in a file must be there."""
     if isinstance(state, Store):
-        yield state
-        return
+        return nullcontext(state)
     if not state.exists():
         raise CheckpointError(f"'{state.parent}' has no state yet; start it with `fednorm resume {state.parent}`")
-    store = Store(state)
-    try:
-        yield store
-    finally:
-        store.close()
+    return closing(Store(state))
 
 
 def model_of(plan: Plan, store: Store, client: int | str | None = None, which: Which = "last") -> Tree:

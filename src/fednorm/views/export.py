@@ -15,14 +15,14 @@ from fednorm.core.task import AnyTask
 from fednorm.data.client_names import client_number
 from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
-from fednorm.errors import CheckpointError, ConfigError
+from fednorm.errors import ConfigError
 from fednorm.files import disk_errors
 from fednorm.pieces.fold import fold_with_report
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import check_given, config_in, gathered, read_config, read_stored
 from fednorm.running.plan import Plan
-from fednorm.running.store import Store, save_tree
-from fednorm.running.trained import Which, model_of, network_with
+from fednorm.running.store import save_tree
+from fednorm.running.trained import Which, model_of, network_with, opened_state
 
 
 def export(
@@ -55,17 +55,12 @@ def export(
     objects = gathered(model, clients, test, federation, method, task or config_in(stored).task)
     check_given(run, stored, objects)
     config, _ = read_config(run, allow_code=allow_code, use=use)
-    if not run.state.exists():
-        raise CheckpointError(f"'{folder}' has no state yet; start it with `fednorm resume {folder}`")
-    plan = objects.plan(config)
-    if client is not None:
-        client = client_number(plan.federation, client)
-    store = Store(run.state)
-    try:
+    with opened_state(run.state) as store:
+        plan = objects.plan(config)
+        if client is not None:
+            client = client_number(plan.federation, client)
         state = model_of(plan, store, client, which)
         facts = store.facts()
-    finally:
-        store.close()
     rounds = facts["best"]["round"] if which == "best" else facts["round"]
     state, about_fold = folded(plan, state) if fold else (state, {"folded": "false"})
     name = ("global" if client is None else f"client-{client}") + "-best" * (which == "best") + "-folded" * fold

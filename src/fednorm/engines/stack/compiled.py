@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from fednorm.core.state import Tree
+from fednorm.engines.stack.rewrites.nodes import may_be_view
 from fednorm.errors import first_line
 
 _LAUNCH = 3e-6
@@ -28,11 +28,7 @@ def repays(traced: GraphModule, calls: int) -> bool:
 
 def _is_loose(target: Any) -> bool:
     """Whether an operator is one of torch's that computes something; views cost nothing."""
-    return (
-        isinstance(target, OpOverload)
-        and target.namespace == "aten"
-        and not any(out.alias_info for out in target._schema.returns)
-    )
+    return not may_be_view(target) and target.namespace == "aten"
 
 
 def compiled(traced: GraphModule, state: Tree) -> Callable[[Tree], Any] | None:

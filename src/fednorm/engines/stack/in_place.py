@@ -6,12 +6,12 @@ import operator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_unflatten
 
 from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels import element_ops as element_ops  # makes the operators known to torch
+from fednorm.engines.stack.rewrites.nodes import may_be_view
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
 
@@ -73,14 +73,7 @@ def _read_after(update: Node, entry: Node) -> bool:
         if parts.intersection(node.all_input_nodes):
             if behind:
                 return True
-            if _may_be_view(node):
+            if may_be_view(node.target):
                 parts.add(node)
         behind = behind or node is update
     return False
-
-
-def _may_be_view(node: Node) -> bool:
-    """Whether a result may be a part of what its operator was given, as the operator's schema says."""
-    if isinstance(node.target, OpOverload):
-        return node.target is _aten._unsafe_view.default or any(out.alias_info for out in node.target._schema.returns)
-    return True  # such as operator.getitem, of which no more is known

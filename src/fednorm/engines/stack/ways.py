@@ -9,7 +9,7 @@ from enum import Enum
 from torch import nn
 
 from fednorm.core.phases import PhaseId
-from fednorm.engines.stack.kernels.swapped import dense, has_swapped, torchs_own
+from fednorm.engines.stack.kernels.swapped import Swapped, dense, has_swapped, torchs_own
 from fednorm.errors import first_line
 from fednorm.halves.prepared_phase import PreparedPhase
 
@@ -29,7 +29,7 @@ class Way(Enum):
 
 
 def _is_narrow(model: nn.Module) -> bool:
-    return any(getattr(module, "narrow", None) is not None for module in model.modules())
+    return any(isinstance(module, Swapped) and module.narrow is not None for module in model.modules())
 
 
 class Ways:

@@ -24,6 +24,14 @@ def _by_group(each, CHANNELS: tl.constexpr, GROUPS: tl.constexpr):
     return tl.reshape(tl.broadcast_to(total[:, None], (GROUPS, CHANNELS // GROUPS)), (CHANNELS,))
 
 
+@triton.jit
+def _pixels(image, start, rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
+    """Where some pixels of an image lie, with all their channels, and which of them there are."""
+    row = start + tl.arange(0, ROWS)
+    at = image * rows * CHANNELS + row[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    return at, (row < rows)[:, None]
+
+
 @triton.jit(do_not_specialize=["batch", "rows"])  # one kernel for batches and images of all sizes
 def _forward_kernel(
     x_ptr, gamma_ptr, beta_ptr, add_ptr, y_ptr, mean_ptr, inverse_ptr, gamma_stride, beta_stride, batch, rows, eps,
@@ -32,20 +40,17 @@ def _forward_kernel(
     image = tl.program_id(0).to(tl.int64)
     client = image // batch
     channel = tl.arange(0, CHANNELS)
-    base = image * rows * CHANNELS
     count = (rows * (CHANNELS // GROUPS)).to(tl.float32)
     total = tl.zeros((CHANNELS,), dtype=tl.float32)
     for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        at = base + row[:, None] * CHANNELS + channel[None, :]
-        total += tl.sum(tl.load(x_ptr + at, mask=(row < rows)[:, None], other=0.0).to(tl.float32), 0)
+        at, mask = _pixels(image, start, rows, CHANNELS, ROWS)
+        total += tl.sum(tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32), 0)
     mean = _by_group(total, CHANNELS, GROUPS) / count
     squares = tl.zeros((CHANNELS,), dtype=tl.float32)
     for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        at = base + row[:, None] * CHANNELS + channel[None, :]
-        x = tl.load(x_ptr + at, mask=(row < rows)[:, None], other=0.0).to(tl.float32)
-        away = tl.where((row < rows)[:, None], x - mean[None, :], 0.0)
+        at, mask = _pixels(image, start, rows, CHANNELS, ROWS)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        away = tl.where(mask, x - mean[None, :], 0.0)
         squares += tl.sum(away * away, 0)
     inverse = tl.rsqrt(_by_group(squares, CHANNELS, GROUPS) / count + eps)
     tl.store(mean_ptr + image * CHANNELS + channel, mean)
@@ -53,9 +58,7 @@ def _forward_kernel(
     scale = tl.load(gamma_ptr + client * gamma_stride + channel) * inverse
     beta = tl.load(beta_ptr + client * beta_stride + channel)
     for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None]
-        at = base + row[:, None] * CHANNELS + channel[None, :]
+        at, mask = _pixels(image, start, rows, CHANNELS, ROWS)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         y = (x - mean[None, :]) * scale[None, :] + beta[None, :]
         if ADD:
@@ -83,7 +86,6 @@ def _backward_kernel(
     image = tl.program_id(0).to(tl.int64)
     client = image // batch
     channel = tl.arange(0, CHANNELS)
-    base = image * rows * CHANNELS
     count = (rows * (CHANNELS // GROUPS)).to(tl.float32)
     mean = tl.load(mean_ptr + image * CHANNELS + channel)
     inverse = tl.load(inverse_ptr + image * CHANNELS + channel)
@@ -91,9 +93,7 @@ def _backward_kernel(
     sums = tl.zeros((CHANNELS,), dtype=tl.float32)
     products = tl.zeros((CHANNELS,), dtype=tl.float32)
     for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None]
-        at = base + row[:, None] * CHANNELS + channel[None, :]
+        at, mask = _pixels(image, start, rows, CHANNELS, ROWS)
         dy = _gradient(dy_ptr, y_ptr, at, mask, RELU)
         hat = (tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
         sums += tl.sum(dy, 0)
@@ -104,9 +104,7 @@ def _backward_kernel(
     level = _by_group(gamma * sums, CHANNELS, GROUPS) / count
     slope = _by_group(gamma * products, CHANNELS, GROUPS) / count
     for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None]
-        at = base + row[:, None] * CHANNELS + channel[None, :]
+        at, mask = _pixels(image, start, rows, CHANNELS, ROWS)
         dy = _gradient(dy_ptr, y_ptr, at, mask, RELU)
         if MASKED:
             tl.store(masked_ptr + at, dy.to(masked_ptr.dtype.element_ty), mask=mask)

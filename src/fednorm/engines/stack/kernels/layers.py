@@ -23,8 +23,6 @@ WORTH_ROUNDING = 4096
 class StackConv2d(nn.Conv2d, Swapped):
     """A Conv2d whose mapping over clients is one kernel."""
 
-    narrow: torch.dtype | None = None
-
     def forward(self, input: Tensor) -> Tensor:
         x = input if self.narrow is None else input.to(self.narrow)
         y: Any = mapped.Conv.apply(x, self.weight, self.stride[0], tuple(self.padding))
@@ -81,7 +79,7 @@ class StackGroupNorm(nn.GroupNorm, Swapped):
     def forward(self, input: Tensor) -> Tensor:
         tested = not self.training and not torch.is_grad_enabled()
         if tested or input.dim() != 4 or self.weight is None:
-            return super().forward(input if input.dim() == 4 else input.to(self.weight.dtype))
+            return super().forward(input if self.weight is None else input.to(self.weight.dtype))
         y: Any = mapped.GroupNorm.apply(input, self.weight, self.bias, self.num_groups, self.eps)[0]
         return y.contiguous() if self.dense else y
 
@@ -89,10 +87,8 @@ class StackGroupNorm(nn.GroupNorm, Swapped):
 class StackLinear(nn.Linear, Swapped):
     """A Linear in a narrow type: a product of a stack reads weights that were rounded once for all layers."""
 
-    narrow = torch.bfloat16
-
     def forward(self, input: Tensor) -> Tensor:
-        x = input.to(self.narrow)
+        x = input if self.narrow is None else input.to(self.narrow)
         y: Any = mapped.Linear.apply(x.reshape(-1, x.shape[-1]), self.weight).reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
 class Swapped:
-    """A layer in the place of its first base; with `dense` it hands on what lies in memory as torch's own would."""
+    """A layer in the place of its first base; with `dense` it hands on what lies in memory as torch's own would.
+
+    `narrow` is the type that it rounds its inputs to, where it does.
+    """
 
     __slots__ = ()
     dense = False
+    narrow: torch.dtype | None = None
 
 
 def has_swapped(model: nn.Module) -> bool:

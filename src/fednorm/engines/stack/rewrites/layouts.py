@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
+
+from fednorm.engines.stack.rewrites.nodes import may_be_view
 
 _aten = torch.ops.aten
 BY_STRIDES = (_aten.as_strided.default, _aten.as_strided_copy.default, _aten.as_strided_scatter.default)
@@ -17,7 +18,7 @@ def keep_traced_layout(graph: Graph, node: Node) -> None:
     """Rewrites, and operators whose outputs lie otherwise than foreseen, would have strides read elsewhere."""
     source: Any = node.args[0]
     value = source.meta["val"]
-    alone = isinstance(source.target, OpOverload) and not any(out.alias_info for out in source.target._schema.returns)
+    alone = not may_be_view(source.target)
     with graph.inserting_before(node):
         laid = graph.call_function(laid_as, (source, list(value.stride()), value.storage_offset(), alone))
     laid.meta = {"val": value}

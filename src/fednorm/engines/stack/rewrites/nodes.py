@@ -5,8 +5,20 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""The one view whose schema does not say so."""
+
+
+def may_be_view(target: Any) -> bool:
+    """Whether an operator's result may be a part of what it was given, as its schema says; True for what has none."""
+    if not isinstance(target, OpOverload):
+        return True  # such as operator.getitem, of which no more is known
+    return target is _UNSAFE_VIEW or any(out.alias_info for out in target._schema.returns)
 
 
 def only_user(node: Node, target: Any) -> Node | None:
