@@ -47,6 +47,17 @@ def gradients(
     return grads, losses, rest
 
 
+def assert_same_gradients(swapped: nn.Module, model: nn.Module, atol: float = 1e-10) -> Tensor:
+    """Gradients, losses and moved buffers of a model with other layers are those of the model; returns the losses."""
+    (grads, losses, rest), (expected, wanted, moved) = gradients(swapped), gradients(model)
+    assert torch.allclose(losses, wanted, atol=1e-12)
+    for key, value in expected.items():
+        assert torch.allclose(grads[key], value, atol=atol), key
+    for key, value in moved.items():
+        assert torch.allclose(rest[key], value, atol=1e-12), key
+    return losses
+
+
 @pytest.mark.parametrize("name", ["small_resnet", "resnet20"])
 def test_a_stack_of_clients_has_the_gradients_of_torchs_own_layers(name: str) -> None:
     model = build(name, in_channels=1, seed=0).double().train()
@@ -55,12 +66,7 @@ def test_a_stack_of_clients_has_the_gradients_of_torchs_own_layers(name: str) ->
         type(m) in (nn.Conv2d, nn.BatchNorm2d, nn.AdaptiveAvgPool2d) for m in model.modules()
     )
     assert [entry.key for entry in entries(swapped)] == [entry.key for entry in entries(model)]
-    (grads, losses, rest), (expected, wanted, moved) = gradients(swapped), gradients(model)
-    assert torch.allclose(losses, wanted, atol=1e-12)
-    for key, value in expected.items():
-        assert torch.allclose(grads[key], value, atol=1e-10), key
-    for key, value in moved.items():
-        assert torch.allclose(rest[key], value, atol=1e-12), key
+    assert_same_gradients(swapped, model)
 
 
 def test_poolings_and_dropouts_have_the_gradients_of_the_layers_they_replace() -> None:
@@ -71,11 +77,8 @@ def test_poolings_and_dropouts_have_the_gradients_of_the_layers_they_replace() -
     number_keyed_layers(model)
     swapped = copy.deepcopy(model)
     assert use_kernels(swapped) == 6
-    (grads, losses, _), (expected, wanted, _) = gradients(swapped), gradients(model)
+    losses = assert_same_gradients(swapped, model)
     assert len(set(losses.tolist())) == CLIENTS
-    assert torch.allclose(losses, wanted, atol=1e-12)
-    for key, value in expected.items():
-        assert torch.allclose(grads[key], value, atol=1e-10), key
 
 
 def test_norms_of_groups_and_of_vectors_have_the_gradients_of_torchs_own() -> None:
@@ -91,12 +94,7 @@ def test_norms_of_groups_and_of_vectors_have_the_gradients_of_torchs_own() -> No
     model = nn.Sequential(*layers).double().train()
     swapped = copy.deepcopy(model)
     assert use_kernels(swapped) == 6
-    (grads, losses, rest), (expected, wanted, moved) = gradients(swapped), gradients(model)
-    assert torch.allclose(losses, wanted, atol=1e-12)
-    for key, value in expected.items():
-        assert torch.allclose(grads[key], value, atol=1e-10), key
-    for key, value in moved.items():
-        assert torch.allclose(rest[key], value, atol=1e-12), key
+    assert_same_gradients(swapped, model)
 
 
 def test_a_norm_of_groups_of_vectors_is_torchs_own() -> None:
@@ -104,8 +102,7 @@ def test_a_norm_of_groups_of_vectors_is_torchs_own() -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(144, 6), norm, nn.Linear(6, 10)).double().train()
         swapped = copy.deepcopy(model)
         assert use_kernels(swapped) == 1
-        for key, value in gradients(model)[0].items():
-            assert torch.allclose(gradients(swapped)[0][key], value, atol=1e-12), key
+        assert_same_gradients(swapped, model, atol=1e-12)
 
 
 def test_large_linear_layers_are_narrow_and_their_gradients_wide() -> None:

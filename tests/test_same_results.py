@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fednorm as package
 import tiny
@@ -106,32 +106,21 @@ def test_a_result_says_what_ran(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "result.json").read_text())["runs"] == done.json["runs"]
 
 
-class Choosy(nn.Module):
-    """A network that no stack can train: its control flow depends on its numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tiny.conv_net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x if float(x.sum()) > 0 else -x)
-
-
 def test_a_stack_that_fell_back_says_so_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    summary = play(Playable(tiny.plan(model=Choosy(), engine__name="stacked"), Store()))
+    summary = play(Playable(tiny.plan(model=tiny.Choosy(), engine__name="stacked"), Store()))
     assert summary["ran"]["engine"] == "sequential"
     why = summary["ran"]["fell_back"] or ""
     assert why.startswith(
         "stacked: the model cannot be mapped over clients (vmap: It looks like you're either (1) calling"
     )
     assert capsys.readouterr().err.startswith("stacked engine: the model cannot be mapped over clients (")
-    alone = play(Playable(tiny.plan(model=Choosy(), engine__name="sequential"), Store()))
+    alone = play(Playable(tiny.plan(model=tiny.Choosy(), engine__name="sequential"), Store()))
     assert alone["digest"] == summary["digest"]
 
 
 def test_a_stack_in_bf16_does_not_fall_back() -> None:
     """The sequential engine would round otherwise than was asked for."""
-    made = tiny.plan(model=Choosy())
+    made = tiny.plan(model=tiny.Choosy())
     phase = made.phases[0]
     starts = phase.starts(made.initial(), [{}] * 3, made.device)
     jobs = [made.job(phase, client, start, 0) for client, start in enumerate(starts)]

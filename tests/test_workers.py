@@ -285,23 +285,12 @@ def test_auto_measures_a_long_run_and_says_what_it_chose(
     assert tiny.fingerprint(run)["server"] == tiny.fingerprint(reference)["server"]
 
 
-class Choosy(nn.Module):
-    """A network that no stack can train: its control flow depends on its numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tiny.conv_net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x if float(x.sum()) > 0 else -x)
-
-
 def test_auto_leaves_out_a_stack_that_cannot_be_and_says_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(choose, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(choose, "STACK_STEPS", 1)
-    name, _ = chosen(tiny.plan(rounds=60, model=Choosy(), engine__threads=1))
+    name, _ = chosen(tiny.plan(rounds=60, model=tiny.Choosy(), engine__threads=1))
     assert name == "sequential"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("engine: sequential: ")

@@ -57,6 +57,17 @@ def conv_net(norm: nn.Module | None = None, seed: int = 0) -> nn.Module:
     return randomise_norms(layers.double())
 
 
+class Choosy(nn.Module):
+    """A network that no stack can train: its control flow depends on its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = conv_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x if float(x.sum()) > 0 else -x)
+
+
 def randomise_norms(net: nn.Module) -> nn.Module:
     """Affine values away from 1 and 0, so that a mistake about them shows."""
     for module in net.modules():
