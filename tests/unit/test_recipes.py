@@ -23,11 +23,11 @@ from fednorm.studies.study import Study, StudyCell, all_studies, find_study
 IDS = list(experiments())
 
 
-def cell(id: str, method: str, variant: str = "", quick: bool = False, **setting: object) -> StudyCell:
+def cell(id: str, method: str, variant: str = "", **setting: object) -> StudyCell:
     """The one cell of a study with this method and setting."""
     [found] = [
         each
-        for each in find_study(id).cells(quick=quick, variants=True)
+        for each in find_study(id).cells(variants=True)
         if each.method == method and each.variant == variant and setting.items() <= each.setting.items()
     ]
     return found
