@@ -12,19 +12,21 @@ from fednorm.studies.study import Study
 
 COLUMNS = ("method", "setting", "paper", "ours", "difference", "best round", "seeds")
 NUMBERS = ("paper", "ours", "difference", "best round", "seeds")
+_SHOWN = 3
+"""Pairs that are named where methods rank otherwise; `--json` has all."""
 QUICK = "quick run: a small budget on embedded data, not the paper's setting"
 PEAK = "best round: chosen on test data, for comparison with papers that may have done so; never a result of its own"
 
 
-def table_rows(results: Sequence[Measured]) -> list[list[str]]:
-    """One row a cell."""
+def table_rows(results: Sequence[Measured], quick: bool) -> list[list[str]]:
+    """One row a cell; a quick run is not set against the paper."""
     return [
         [
             f"{each.cell.method}" + (f" [{each.cell.variant}]" if each.cell.variant else ""),
             setting_text(each.cell.setting),
             published_text(each.cell.published),
             _text(each.ours),
-            "-" if each.difference is None else f"{each.difference:+.1f}",
+            "-" if quick or each.difference is None else f"{each.difference:+.1f}",
             _text(each.peak),
             str(len(each.records)),
         ]
@@ -82,7 +84,9 @@ def ranking_text(found: Ranking) -> str:
         return "order of methods: no pair to compare"
     if not found.differ:
         return f"order of methods: as in the paper ({found.agree} of {found.pairs} pairs)"
-    return f"order of methods: {found.agree} of {found.pairs} pairs as in the paper; {'; '.join(found.differ)}"
+    shown = "; ".join(found.differ[:_SHOWN])
+    more = f"; and {len(found.differ) - _SHOWN} more" if len(found.differ) > _SHOWN else ""
+    return f"order of methods: {found.agree} of {found.pairs} pairs as in the paper; {shown}{more}"
 
 
 def to_json(study: Study, results: Sequence[Measured], quick: bool) -> dict[str, Any]:
