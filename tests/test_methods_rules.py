@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -170,9 +171,10 @@ def test_the_window_rule_needs_a_whole_window_and_a_small_spread() -> None:
     assert stages("window=2,tau=1e6,center=mean,reduce=mean") == [0, 0, 1, 1, 1]
 
 
-def test_the_window_survives_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cohort", [None, 2])
+def test_the_window_survives_a_resume(tmp_path: Path, cohort: int | None) -> None:
     def made() -> Plan:
-        return tiny.plan("fixbn(at=window,window=3,tau=1e6)", rounds=5)
+        return tiny.plan("fixbn(at=window,window=3,tau=1e6)", rounds=5, clients_per_round=cohort)
 
     expected = tiny.fingerprint(tiny.play(made()))
     assert expected["rows"][-1]["stage"] == 1
@@ -187,6 +189,19 @@ def test_the_window_survives_a_resume(tmp_path: Path) -> None:
         list(resumed.rounds())
         assert tiny.fingerprint(resumed) == expected
         again.close()
+
+
+def test_the_window_is_the_same_in_every_engine_when_clients_rest() -> None:
+    def told(engine: str) -> Mapping[str, list[list[float]]]:
+        made = tiny.plan("fixbn(at=window,window=3,tau=1e-12)", rounds=5, clients_per_round=2, **tiny.engine(engine))
+        return tiny.play(made).server.switch_memory["told"]
+
+    expected = told("sequential")
+    assert sorted(len(rows) for rows in expected.values()) == [1, 2, 3]
+    assert {row[0] for rows in expected.values() for row in rows} == {2, 3, 4}
+    assert told("workers") == expected
+    for client, rows in told("stacked").items():
+        assert rows == [[number, pytest.approx(value, rel=1e-9)] for number, value in expected[client]]
 
 
 @pytest.mark.parametrize(
