@@ -212,3 +212,12 @@ def test_unknown_names_get_the_nearest(fashion):
     with pytest.raises(ConfigError, match="data set 'cifar' is not known; did you mean 'cifar10'"):
         load_dataset("cifar")
     assert np.array_equal(load_dataset("fashion-mnist-small").train_y.numpy(), fashion.train_y.numpy())
+
+
+def test_feature_shift_refuses_rows_that_several_clients_have(fashion):
+    text = (
+        r"^partition 'feature_shift' changes each client's images its own way, but row \d+ is dealt more than once; "
+        "leave out size$"
+    )
+    with pytest.raises(ConfigError, match=text):
+        make_federation(fashion, "feature_shift", 4, seed=0, inner="dir_client", size=400)
