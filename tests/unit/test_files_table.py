@@ -326,6 +326,4 @@ def test_a_row_of_two_clients_has_no_scale_of_its_own(tmp_path: Path) -> None:
         dealt(files, partition="dir_client", options={"size": 40})
     text = str(caught.value)
     assert text.startswith("data.standardize=client scales a row by its client's numbers, but row ")
-    assert text.endswith(
-        " is dealt more than once; leave out size in data.partition, or give data.standardize=pooled"
-    )
+    assert text.endswith(" is dealt more than once; leave out size in data.partition, or give data.standardize=pooled")

@@ -14,6 +14,7 @@ import numpy as np
 
 from fednorm.core import rng
 from fednorm.core.extending import load_installed
+from fednorm.data.sized_clients import dirichlet_of_size
 from fednorm.errors import ConfigError, unknown
 
 Rows = list[np.ndarray]
@@ -79,7 +80,8 @@ def dir_client(
     _positive("dir_client", "alpha", alpha)
     if size is not None:
         _positive("dir_client", "size", size)
-        return checked("dir_client", _dir_sized(labels, num_clients, seed, alpha, size), min_size, "use a larger size")
+        sized = dirichlet_of_size(labels, num_clients, alpha, size, generator(seed, "dir_client", "size"))
+        return checked("dir_client", sized, min_size, "use a larger size")
     draw = generator(seed, "dir_client")
     _, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
     queues = [draw.permutation(np.flatnonzero(codes == k)) for k in range(len(counts))]
@@ -99,23 +101,6 @@ def dir_client(
         clients.append(np.concatenate([queues[k][used[k] : used[k] + taken[k]] for k in range(len(counts))]))
         used += taken
     return checked("dir_client", clients, min_size, "use fewer clients")
-
-
-def _dir_sized(labels: np.ndarray, num_clients: int, seed: int, alpha: float, size: int) -> Rows:
-    """`dir_client` with clients that share rows: inside a client a row comes again only where its class has no more."""
-    draw = generator(seed, "dir_client", "size")
-    _, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    rows = [np.flatnonzero(codes == k) for k in range(len(counts))]
-
-    def some(of_class: np.ndarray, wanted: int) -> np.ndarray:
-        whole, rest = divmod(wanted, len(of_class))
-        return np.concatenate([np.tile(of_class, whole), draw.choice(of_class, rest, replace=False)])
-
-    clients: Rows = []
-    for _ in range(num_clients):
-        wanted = draw.multinomial(size, draw.dirichlet(alpha * len(counts) * counts / counts.sum()))
-        clients.append(np.concatenate([some(rows[k], count) for k, count in enumerate(wanted) if count]))
-    return clients
 
 
 def dir_class(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int = 1, alpha: float = 0.5) -> Rows:
