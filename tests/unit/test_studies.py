@@ -11,7 +11,7 @@ import pytest
 
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.running.config import RunConfig, updated
-from fednorm.studies.beside import ranking_text, sentences, table_rows, to_json
+from fednorm.studies.beside import precision_text, ranking_text, sentences, table_rows, to_json
 from fednorm.studies.library import Library, Record, key_of, make_record
 from fednorm.studies.measured import Measured, measured, ranking
 from fednorm.studies.published import Experiment, PublishedCell, experiments, find_experiment
@@ -156,6 +156,9 @@ def test_the_precision_with_most_seeds_is_shown(tmp_path: Path) -> None:
     (first,) = measured([asked], library, [0])
     assert str(first.ours) == "90.0"  # of equally many, the most exact
     assert first.difference == 40.0
+    assert precision_text(both, both.others[0]) == "fedavg, seed 0: bf16 10.0, tf32 90.0"
+    assert library.has(asked.config, 1)
+    assert not library.has(asked.config, 1, "tf32")
 
 
 def test_a_domain_is_the_mean_of_its_clients() -> None:

@@ -98,7 +98,7 @@ def reproduce(
         if not show:
             from fednorm.studies.playing import play_runs, wanted_runs
 
-            runs = [run for run in wanted_runs(cells, chosen) if not place.library.has(*run)]
+            runs = [run for run in wanted_runs(cells, chosen) if not place.has(*run)]
             _warn_of_time(study, place, runs, quick)
             with _stops():
                 play_runs(runs, place, _watched(quiet, json))

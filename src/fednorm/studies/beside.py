@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fednorm.running.results import Spread
+from fednorm.studies.library import Record
 from fednorm.studies.measured import Measured, Ranking, curve_of, final_of, ranking
 from fednorm.studies.published import PublishedCell, method_label
 from fednorm.studies.study import Study
@@ -67,11 +68,22 @@ def sentences(study: Study, results: Sequence[Measured], quick: bool) -> Iterato
     ran = sorted({f"{record.device}, {record.precision}" for each in results for record in each.records})
     if ran:
         yield f"ours: after the last round, on {'; '.join(ran)}"
+    for each in results:
+        for other in each.others:
+            yield precision_text(each, other)
     yield f"paper: {study.experiment.where}"
     for note in study.experiment.notes:
         yield f"note: {note}"
     if study.experiment.inferred:
         yield f"not stated in the paper: {'; '.join(study.experiment.inferred)}"
+
+
+def precision_text(shown: Measured, other: Record) -> str:
+    """The same seed in two precisions, in a line."""
+    same = [record for record in shown.records if record.seed == other.seed]
+    pair = [f"{record.precision} {final_of(record, shown.cell):.1f}" for record in (*same, other)]
+    setting = setting_text(shown.cell.setting)
+    return f"{shown.cell.method}{', ' if setting else ''}{setting}, seed {other.seed}: {', '.join(pair)}"
 
 
 def ranking_text(found: Ranking) -> str:

@@ -82,8 +82,10 @@ class Library:
         found = [record for (each, _), records in self._all().items() if each == key for record in records]
         return sorted(found, key=lambda record: (record.seed, PRECISIONS.index(record.precision)))
 
-    def has(self, config: RunConfig, seed: int) -> bool:
-        return (key_of(config), seed) in self._all()
+    def has(self, config: RunConfig, seed: int, precision: str | None = None) -> bool:
+        """Whether a run is there, in one precision or in any."""
+        found = self._all().get((key_of(config), seed), [])
+        return any(precision in (None, record.precision) for record in found)
 
     def save(self, record: Record) -> Path:
         """Write a record whole or not at all."""

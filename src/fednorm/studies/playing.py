@@ -47,6 +47,10 @@ class Place:
     def on_gpu(self) -> bool:
         return find_device(self.device).type == "cuda"
 
+    def has(self, config: RunConfig, seed: int) -> bool:
+        """Whether a run was played before; where a precision was asked for, in that one."""
+        return self.library.has(config, seed, self.precision)
+
     def settled(self, config: RunConfig, seed: int) -> RunConfig:
         """A run's config on this machine."""
         precision = self.precision or ("bf16" if self.on_gpu else "fp32")
@@ -70,11 +74,11 @@ def wanted_runs(cells: Iterable[StudyCell], seeds: Sequence[int]) -> list[tuple[
 def play_runs(
     runs: Iterable[tuple[RunConfig, int]], place: Place, watched: Watched, deadline: float = float("inf")
 ) -> bool:
-    """Play the runs that the library does not have; whether all came to their end before the deadline.
+    """Play the runs that were not played before; whether all came to their end before the deadline.
 
     A run that did not is kept in its folder and goes on from there the next time.
     """
-    missing = [place.settled(config, seed) for config, seed in runs if not place.library.has(config, seed)]
+    missing = [place.settled(config, seed) for config, seed in runs if not place.has(config, seed)]
     for together in _batches([place.cell(config) for config in missing]):
         for cell in together:
             expected = stored_config(cell.config, cell.objects)

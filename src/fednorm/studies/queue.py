@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fednorm.data.verify import describe_dataset
+from fednorm.errors import FednormError
 from fednorm.running.config import RunConfig
 from fednorm.studies.estimate import usual_seconds
 from fednorm.studies.library import Library, key_of
@@ -77,7 +78,12 @@ def play_next(
             continue
         for seeds in _that_fit(job, place, deadline - time.monotonic()):
             say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
-            if not play_runs([(job.config, seed) for seed in seeds], place, watched, deadline):
+            try:
+                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline)
+            except FednormError as error:  # of one job, and no reason to leave the machine idle
+                say(f"{job.study}  {job.label}: {error}")
+                continue
+            if not ended:
                 say("time is over; what was stopped goes on from here the next time")
                 return played
             played += len(seeds)
