@@ -66,6 +66,8 @@ UsageError = typer.BadParameter.__mro__[1]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and leave the process with its exit code."""
+    # Processes that this one starts would look for multiprocessing, json and all else in the folder one is in first.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     sys.exit(exit_code(sys.argv[1:] if arguments is None else arguments))
 
 

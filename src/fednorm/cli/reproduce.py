@@ -16,9 +16,8 @@ from fednorm.cli.settings import read_seeds
 from fednorm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fednorm.running.records import OnRow
     from fednorm.studies.measured import Measured
-    from fednorm.studies.playing import Place
+    from fednorm.studies.playing import Place, Watched
     from fednorm.studies.study import Study
 
 _WHAT, _WHERE, _OUTPUT = "What to play", "Where", "Output"
@@ -87,7 +86,7 @@ def reproduce(
     if listing:
         _print_list(place, json)
     elif queue:
-        _play_next(place, minutes, quiet)
+        _play_next(place, minutes, quiet, json)
     else:
         from fednorm.studies.measured import measured
         from fednorm.studies.study import find_study
@@ -99,10 +98,10 @@ def reproduce(
         if not show:
             from fednorm.studies.playing import play_runs, wanted_runs
 
-            runs = [run for run in wanted_runs(cells, chosen) if not place.library.has(*run)]
+            runs = [run for run in wanted_runs(cells, chosen) if not place.has(*run)]
             _warn_of_time(study, place, runs, quick)
-            with _watched(max((config.rounds for config, _ in runs), default=1), len(runs), quiet, json) as tell:
-                play_runs(runs, place, tell)
+            with _stops():
+                play_runs(runs, place, _watched(quiet, json))
         _print_study(study, measured(cells, place.library, chosen), quick, json)
 
 
@@ -152,21 +151,13 @@ def _data(study: Study) -> str:
     return study.cells()[0].config.data.name
 
 
-def _play_next(place: Place, minutes: float, quiet: bool) -> None:
+def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
     from fednorm.studies.queue import play_next
     from fednorm.studies.study import all_studies
 
     with _stops():
-        played = play_next(all_studies(), place, minutes, _silent, (lambda text: None) if quiet else _now)
+        played = play_next(all_studies(), place, minutes, _watched(quiet, json), lambda text: print(text, flush=True))
     print(f"{played} runs played; results in {place.library.folder}")
-
-
-def _silent(run: Any, row: Any) -> None:
-    """Rows of a long queue are not shown one by one."""
-
-
-def _now(text: str) -> None:
-    print(text, flush=True)
 
 
 def _warn_of_time(study: Study, place: Place, runs: list[Any], quick: bool) -> None:
@@ -179,18 +170,17 @@ def _warn_of_time(study: Study, place: Place, runs: list[Any], quick: bool) -> N
         print(text, file=sys.stderr)
 
 
-@contextmanager
-def _watched(rounds: int, runs: int, quiet: bool, json: bool) -> Iterator[OnRow]:
-    """Progress of the runs, and a word on how to go on after a signal."""
+def _watched(quiet: bool, json: bool) -> Watched:
+    """Progress of runs."""
     from fednorm.running.observers import watching
 
     stream = None if quiet else sys.stderr if json else sys.stdout
-    with _stops(), watching(rounds, stream=stream, runs=runs) as tell:
-        yield tell
+    return lambda cells: watching(cells[0].config.rounds, stream=stream, runs=len(cells))
 
 
 @contextmanager
 def _stops() -> Iterator[None]:
+    """A word on how to go on after a signal."""
     from fednorm.running.stopping import Interrupted
 
     try:
@@ -207,7 +197,7 @@ def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: b
         return
     say(f"{study.id}: {study.recipe.about}", indent="")
     print()
-    print_table(COLUMNS, table_rows(results), numbers=NUMBERS, spare=["seeds", "best round"])
+    print_table(COLUMNS, table_rows(results, quick), numbers=NUMBERS, spare=["seeds", "best round"])
     print()
     for text in sentences(study, results, quick):
         say(text)

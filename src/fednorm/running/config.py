@@ -40,6 +40,8 @@ class DataConfig:
     """use at most this many training examples"""
     size: int | None = None
     """pixels a side that images are brought to; default: as they are"""
+    scaling: Literal["auto", "unit", "symmetric", "standard"] = "auto"
+    """scale of pixels: unit (0 to 1), symmetric (-1 to 1), standard (by mean and deviation); auto: the set's own"""
     target: str | None = None
     """column of a table to be predicted; several, with commas between, for many labels or numbers"""
     client: str | None = None

@@ -130,6 +130,8 @@ class RoundRow(TypedDict):
     """learning rate of the clients' last phase"""
     train_loss: float
     """mean training loss of the clients' last phase, each client counted once"""
+    train_loss_weighted: NotRequired[float]
+    """the same with clients weighted by how many examples they train on; absent in rows of earlier versions"""
     cohort: NotRequired[list[int]]
     """ids of the clients of the round; absent where all take part"""
     eval: NotRequired[Scores]

@@ -6,25 +6,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fednorm.running.results import Spread
+from fednorm.studies.library import Record
 from fednorm.studies.measured import Measured, Ranking, curve_of, final_of, ranking
 from fednorm.studies.published import PublishedCell, method_label
 from fednorm.studies.study import Study
 
 COLUMNS = ("method", "setting", "paper", "ours", "difference", "best round", "seeds")
 NUMBERS = ("paper", "ours", "difference", "best round", "seeds")
+_SHOWN = 3
+"""Pairs that are named where methods rank otherwise; `--json` has all."""
 QUICK = "quick run: a small budget on embedded data, not the paper's setting"
 PEAK = "best round: chosen on test data, for comparison with papers that may have done so; never a result of its own"
 
 
-def table_rows(results: Sequence[Measured]) -> list[list[str]]:
-    """One row a cell."""
+def table_rows(results: Sequence[Measured], quick: bool) -> list[list[str]]:
+    """One row a cell; a quick run is not set against the paper."""
     return [
         [
             f"{each.cell.method}" + (f" [{each.cell.variant}]" if each.cell.variant else ""),
             setting_text(each.cell.setting),
             published_text(each.cell.published),
             _text(each.ours),
-            "-" if each.difference is None else f"{each.difference:+.1f}",
+            "-" if quick or each.difference is None else f"{each.difference:+.1f}",
             _text(each.peak),
             str(len(each.records)),
         ]
@@ -65,11 +68,22 @@ def sentences(study: Study, results: Sequence[Measured], quick: bool) -> Iterato
     ran = sorted({f"{record.device}, {record.precision}" for each in results for record in each.records})
     if ran:
         yield f"ours: after the last round, on {'; '.join(ran)}"
+    for each in results:
+        for other in each.others:
+            yield precision_text(each, other)
     yield f"paper: {study.experiment.where}"
     for note in study.experiment.notes:
         yield f"note: {note}"
     if study.experiment.inferred:
         yield f"not stated in the paper: {'; '.join(study.experiment.inferred)}"
+
+
+def precision_text(shown: Measured, other: Record) -> str:
+    """The same seed in two precisions, in a line."""
+    same = [record for record in shown.records if record.seed == other.seed]
+    pair = [f"{record.precision} {final_of(record, shown.cell):.1f}" for record in (*same, other)]
+    setting = setting_text(shown.cell.setting)
+    return f"{shown.cell.method}{', ' if setting else ''}{setting}, seed {other.seed}: {', '.join(pair)}"
 
 
 def ranking_text(found: Ranking) -> str:
@@ -82,7 +96,9 @@ def ranking_text(found: Ranking) -> str:
         return "order of methods: no pair to compare"
     if not found.differ:
         return f"order of methods: as in the paper ({found.agree} of {found.pairs} pairs)"
-    return f"order of methods: {found.agree} of {found.pairs} pairs as in the paper; {'; '.join(found.differ)}"
+    shown = "; ".join(found.differ[:_SHOWN])
+    more = f"; and {len(found.differ) - _SHOWN} more" if len(found.differ) > _SHOWN else ""
+    return f"order of methods: {found.agree} of {found.pairs} pairs as in the paper; {shown}{more}"
 
 
 def to_json(study: Study, results: Sequence[Measured], quick: bool) -> dict[str, Any]:

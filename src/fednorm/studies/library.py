@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fednorm.errors import CheckpointError
-from fednorm.files import read_json, safe_name, write_json
+from fednorm.files import disk_errors, read_json, safe_name, write_json
 from fednorm.running.config import RunConfig, flat, to_dict
 from fednorm.running.records import RoundRow, RunResult, as_it_was, as_written
 
 VERSION = 1
 PRECISIONS = ("fp32", "tf32", "bf16")
 """The most exact first."""
-_ELSEWHERE = ("seed", "data.dir", "data.digest", "keep", "keep_every", "use", "init_partial")
+_ELSEWHERE = ("seed", "data.dir", "data.digest", "eval.chunk", "keep", "keep_every", "use", "init_partial")
 """Fields that do not say what is computed."""
 
 
@@ -82,15 +82,19 @@ class Library:
         found = [record for (each, _), records in self._all().items() if each == key for record in records]
         return sorted(found, key=lambda record: (record.seed, PRECISIONS.index(record.precision)))
 
-    def has(self, config: RunConfig, seed: int) -> bool:
-        return (key_of(config), seed) in self._all()
+    def has(self, config: RunConfig, seed: int, precision: str | None = None) -> bool:
+        """Whether a run is there, in one precision or in any."""
+        found = self._all().get((key_of(config), seed), [])
+        return any(precision in (None, record.precision) for record in found)
 
     def save(self, record: Record) -> Path:
         """Write a record whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        known = self._all().setdefault((record.key, record.seed), [])
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / record.file_name
         write_json(path, {"version": VERSION, **as_written(vars(record))}, indent=1)
-        self._all().setdefault((record.key, record.seed), []).append(record)
+        known[:] = [*(each for each in known if each.precision != record.precision), record]
         return path
 
     def _all(self) -> dict[tuple[str, int], list[Record]]:

@@ -19,6 +19,8 @@ class Measured:
 
     cell: StudyCell
     records: tuple[Record, ...]
+    others: tuple[Record, ...] = ()
+    """runs of the same seeds in another precision"""
 
     @property
     def ours(self) -> Spread | None:
@@ -40,14 +42,15 @@ class Measured:
 
 
 def measured(cells: Sequence[StudyCell], library: Library, seeds: Sequence[int] = ()) -> list[Measured]:
-    """Cells with what the library has of them; the precision with most seeds, of several the most exact."""
-    return [Measured(cell, _of_one_precision(library.records(cell.config), seeds)) for cell in cells]
+    """Cells with what the library has of them: the precision with most seeds, of several the most exact."""
+    return [_measured(cell, library.records(cell.config), seeds) for cell in cells]
 
 
-def _of_one_precision(records: Sequence[Record], seeds: Sequence[int]) -> tuple[Record, ...]:
+def _measured(cell: StudyCell, records: Sequence[Record], seeds: Sequence[int]) -> Measured:
     asked = [record for record in records if not seeds or record.seed in seeds]
     by_precision = [tuple(record for record in asked if record.precision == name) for name in PRECISIONS]
-    return max(by_precision, key=len)
+    shown = max(by_precision, key=len)
+    return Measured(cell, shown, tuple(record for record in asked if record not in shown))
 
 
 def final_of(record: Record, cell: StudyCell) -> float:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fednorm.data.verify import describe_dataset
+from fednorm.errors import FednormError
 from fednorm.running.config import RunConfig
-from fednorm.running.records import OnRow
 from fednorm.studies.estimate import usual_seconds
 from fednorm.studies.library import Library, key_of
-from fednorm.studies.playing import Place, play_runs
+from fednorm.studies.playing import Place, Watched, play_runs
 from fednorm.studies.study import Study, StudyCell
 
 
@@ -60,7 +60,9 @@ def missing_jobs(studies: Sequence[Study], library: Library) -> Iterator[Job]:
                 seen.add(key)
 
 
-def play_next(studies: Sequence[Study], place: Place, minutes: float, tell: OnRow, say: Callable[[str], None]) -> int:
+def play_next(
+    studies: Sequence[Study], place: Place, minutes: float, watched: Watched, say: Callable[[str], None]
+) -> int:
     """Play what is missing and likely to end in time; the number of runs that came to their end.
 
     Seeds that do not fit together are tried one by one. Data sets that are not here are passed over.
@@ -76,7 +78,12 @@ def play_next(studies: Sequence[Study], place: Place, minutes: float, tell: OnRo
             continue
         for seeds in _that_fit(job, place, deadline - time.monotonic()):
             say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
-            if not play_runs([(job.config, seed) for seed in seeds], place, tell, deadline):
+            try:
+                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline)
+            except FednormError as error:  # of one job, and no reason to leave the machine idle
+                say(f"{job.study}  {job.label}: {error}")
+                continue
+            if not ended:
                 say("time is over; what was stopped goes on from here the next time")
                 return played
             played += len(seeds)
