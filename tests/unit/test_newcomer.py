@@ -11,9 +11,11 @@ from torch import nn
 
 import tiny
 from fednorm.core.state import Tree, digest
+from fednorm.core.step import StepSpec
 from fednorm.data.federation import Federation
 from fednorm.data.given import from_clients
 from fednorm.layers.batch_stats import moments
+from fednorm.methods import parse
 from fednorm.pieces.newcomers import Track
 from fednorm.running.evaluate import _own_batches
 from fednorm.running.plan import Plan
@@ -55,7 +57,7 @@ def test_only_the_score_of_the_unseen_changes(host: str, rule: str) -> None:
     before, after = scores(plain), scores(ruled)
     assert before.keys() == after.keys() == {"pooled", "own_client", "unseen"}
     assert all(before[name] == after[name] for name in ("pooled", "own_client"))
-    assert before["unseen"]["accuracy"] != after["unseen"]["accuracy"]
+    assert before["unseen"]["loss"] != after["unseen"]["loss"]
     assert after["unseen"]["how"] == ("reestimate" if rule == "adabn" else "track")
 
 
@@ -90,11 +92,68 @@ def test_a_trailing_example_is_left_out_but_a_lone_one_is_not(rest: int) -> None
     data = replace(data, clients=(*data.clients[:2], rows))
     made = tiny.plan("adabn", data=data, model=tiny.conv_net(), rounds=1)
     state = made.initial()
-    used = rows[: 4 if rest == 1 else 4 + rest]
-    mean, _ = moments(entering_first_norm(made, state, data.x[used]))
+    batches = [x for x, _ in _own_batches(made, 2)]
+    assert [len(x) for x in batches] == ([4] if rest in (0, 1) else [4, 2])
+    mean, _ = moments(entering_first_norm(made, state, torch.cat(batches)))
     assert torch.allclose(newcomer_model(made, state, 2)["1.running_mean"], mean, rtol=0, atol=1e-12)
     alone = tiny.plan("adabn", data=replace(data, clients=(*data.clients[:2], rows[:1])), model=tiny.conv_net())
     assert all(bool(v.isfinite().all()) for v in newcomer_model(alone, state, 2).values())
+
+
+def sorted_by_class() -> Federation:
+    """A newcomer with 12 rows of each class to train and to test, class after class, as folders of images lie."""
+    data = with_newcomer()
+    x = torch.randn(36, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    y = torch.arange(3).repeat_interleave(12)
+    train = [tiny.examples(12, shift, seed=client) for client, shift in enumerate((-1.0, 1.0))]
+    test = [tiny.examples(12, shift, seed=client + 100) for client, shift in enumerate((-1.0, 1.0))]
+    return replace(from_clients([*train, (x, y)], [*test, (x, y)], num_classes=tiny.NUM_CLASSES), unseen=data.unseen)
+
+
+def test_data_sorted_by_class_come_in_mixed_batches_drawn_by_the_seed() -> None:
+    def batches(seed: int) -> list[list[int]]:
+        made = tiny.plan("adabn", data=sorted_by_class(), model=tiny.conv_net(), train__batch_size=12, seed=seed)
+        return [y.tolist() for _, y in _own_batches(made, 2)]
+
+    assert all(len(set(labels)) == 3 for labels in batches(0))
+    assert sorted(label for labels in batches(0) for label in labels) == [0] * 12 + [1] * 12 + [2] * 12
+    assert batches(0) == batches(0) != batches(1)
+
+
+def test_tracked_tests_come_in_an_order_drawn_by_the_seed() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Noting(Track):
+        def from_batch(self, spec: StepSpec, state: Tree, x: torch.Tensor) -> Tree:
+            seen.append(x)
+            return super().from_batch(spec, state, x)
+
+    data = sorted_by_class()
+    method = replace(parse("fedavg"), newcomer=Noting())
+    tiny.play(tiny.plan(method, data=data, model=tiny.conv_net(), rounds=1, eval__every=1, train__batch_size=12))
+    own = data.test_x[data.own_test[2]]
+    places = [[int((own == x).flatten(1).all(1).nonzero()) for x in batch] for batch in seen]
+    assert sorted(place for batch in places for place in batch) == list(range(36))
+    assert all(len({place // 12 for place in batch}) == 3 for batch in places)
+
+
+def test_tracking_goes_layer_by_layer_in_one_pass() -> None:
+    """The second norm sees what the first lets through with statistics that the batch has moved already."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.ReLU(), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, 3)).double()
+    made = tiny.plan("tsmobn", data=with_newcomer(), model=model, rounds=1)
+    state, x = made.initial(), made.federation.test_x[:8].double()
+    moved = Track(0.25).from_batch(made.step_spec(made.phases[0].passes[0]), state, x)
+    first_mean, first_var = 0.25 * x.mean(), 0.75 + 0.25 * x.var(correction=0)  # from (0, 1)
+    entering = ((x - first_mean) / (first_var + 1e-5).sqrt() * state["0.weight"] + state["0.bias"]).relu()
+    expected = {
+        "0.running_mean": first_mean,
+        "0.running_var": first_var,
+        "2.running_mean": 0.25 * entering.mean(),
+        "2.running_var": 0.75 + 0.25 * entering.var(correction=0),
+    }
+    for key, value in expected.items():
+        assert moved[key].item() == pytest.approx(value.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(("method", "part"), [("tsmobn", "running_var"), ("brn+tsmobn", "running_std")])

@@ -53,12 +53,19 @@ def global_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -
 
 
 def _own_batches(plan: Plan, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The data of a client that never trained, in batches."""
-    rows = plan.federation.clients[client]
+    """The data of a client that never trained, in batches.
+
+    Their order is drawn: many sets lie sorted by class, and a layer's statistics depend on how batches are composed.
+    """
+    rows = _shuffled(plan, client, plan.federation.clients[client], "newcomer's data")
     for part in rows.split(max(2, plan.work.batch_size)):
         if len(part) < 2 and len(rows) > 1:
             continue  # as in training, a trailing batch of one example is skipped
         yield plan.batches.plain(part)
+
+
+def _shuffled(plan: Plan, client: int, rows: Tensor, what: str) -> Tensor:
+    return rows[rng.permutation(rng.key(plan.work.seed, what, client), len(rows))]
 
 
 def metric_facts(task: AnyTask) -> MetricFacts:
@@ -141,10 +148,13 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
     if any(len(federation.own_test[c]) for c in unseen):
         rule = plan.method.newcomer
         spec = plan.step_spec(phase.passes[-1])
+        tested = {c: federation.own_test[c] for c in unseen}
+        if rule.uses_batches:  # in an order that says nothing of the labels, as test data come in
+            tested = {c: _shuffled(plan, c, rows, "newcomer's tests") for c, rows in tested.items()}
         result["unseen"] = mean_over(
             unseen,
             test,
-            [federation.own_test[c] for c in unseen],
+            list(tested.values()),
             (lambda c: rule.from_data(spec, newcomer, _own_batches(plan, c))) if rule.uses_data else None,
             about,
             (lambda state, x: rule.from_batch(spec, state, x)) if rule.uses_batches else None,
