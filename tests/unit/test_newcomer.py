@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
+import fednorm
 import tiny
 from fednorm.core.state import Tree, digest
 from fednorm.core.step import StepSpec
@@ -16,8 +19,8 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import from_clients
 from fednorm.layers.batch_stats import moments
 from fednorm.methods import parse
-from fednorm.pieces.newcomers import Track
-from fednorm.running.evaluate import _own_batches
+from fednorm.pieces.newcomers import Reestimate, Track
+from fednorm.running.evaluate import _own_batches, newcomer_model
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
 
@@ -43,14 +46,8 @@ def state_of(run: Run) -> Tree:
     return made.phases[0].start(run.server.tree, {}, made.device)
 
 
-def newcomer_model(made: Plan, state: Tree, client: int) -> Tree:
-    """What the method's rule makes of a state with the data of a client that never trained."""
-    spec = made.step_spec(made.evaluated(0).passes[-1])
-    return made.method.newcomer.from_data(spec, state, _own_batches(made, client))
-
-
 @pytest.mark.parametrize("rule", ["adabn", "tsmobn", "tsmobn(momentum=0.5)"])
-@pytest.mark.parametrize("host", ["fedavg", "silobn"])
+@pytest.mark.parametrize("host", ["fedavg", "silobn(newcomer=mean)"])
 def test_only_the_score_of_the_unseen_changes(host: str, rule: str) -> None:
     plain, ruled = played(host), played(f"{host}+{rule}")
     assert digest(ruled.server.tree) == digest(plain.server.tree)
@@ -61,6 +58,42 @@ def test_only_the_score_of_the_unseen_changes(host: str, rule: str) -> None:
     assert after["unseen"]["how"] == ("reestimate" if rule == "adabn" else "track")
 
 
+def test_silobn_takes_a_newcomer_s_statistics_from_its_own_data() -> None:
+    plain, told = played("silobn"), played("silobn(newcomer=mean)+adabn")
+    assert scores(plain)["unseen"] == scores(told)["unseen"]
+    assert scores(plain)["unseen"]["how"] == "reestimate"
+    assert scores(played("silobn(newcomer=pooled)"))["unseen"]["how"] == "given"
+    made, state = plain.plan, state_of(plain)
+    others = {key: value * 3 + 1 if "running" in key else value for key, value in state.items()}
+    # Whatever the clients' statistics are, and so their mean: the newcomer's say nothing of them.
+    assert digest(newcomer_model(made, made.evaluated(0), state, 2)) == digest(
+        newcomer_model(made, made.evaluated(0), others, 2)
+    )
+
+
+@pytest.mark.parametrize("expression", ["silobn+tsmobn", "tsmobn+silobn"])
+def test_another_part_may_say_what_newcomers_of_silobn_do(expression: str) -> None:
+    assert parse(expression).newcomer == Track(0.1)
+
+
+def test_a_file_says_where_statistics_come_from_that_are_nobody_s_own(tmp_path: Path) -> None:
+    data = with_newcomer()
+    settings = {"model": tiny.conv_net().float(), "rounds": 1, "local_steps": 1, "batch_size": 4, "device": "cpu"}
+    data = replace(data, x=data.x.float(), test_x=data.test_x.float())
+    fednorm.run(method="silobn", federation=data, out=tmp_path, **settings)
+
+    def about(client: int | None) -> tuple[str | None, str | None]:
+        given = {"client": client, "federation": data, "model": settings["model"]}
+        path = fednorm.export(tmp_path, tmp_path / "x.safetensors", **given)
+        with safe_open(path, "pt") as file:
+            return file.metadata().get("local_entries"), file.metadata().get("newcomers")
+
+    rule = f"reestimate: {Reestimate.__doc__}"
+    assert about(None) == ("mean over the clients", rule)
+    assert about(0) == (None, None)
+    assert about(2) == ("taken from the client's own data", rule)
+
+
 def entering_first_norm(made: Plan, state: Tree, x: torch.Tensor) -> torch.Tensor:
     conv = nn.functional.conv2d
     return conv(x, state["0.weight"], state["0.bias"], padding=1)
@@ -69,7 +102,7 @@ def entering_first_norm(made: Plan, state: Tree, x: torch.Tensor) -> torch.Tenso
 def test_reestimated_statistics_are_the_moments_of_the_client_s_own_data() -> None:
     run = played("adabn")
     made, state = run.plan, state_of(run)
-    new = newcomer_model(made, state, 2)
+    new = newcomer_model(made, made.evaluated(0), state, 2)
     mean, var = moments(entering_first_norm(made, state, made.federation.x[made.federation.clients[2]]))
     assert torch.allclose(new["1.running_mean"], mean, rtol=0, atol=1e-12)
     assert torch.allclose(new["1.running_var"], var, rtol=0, atol=1e-12)
@@ -81,7 +114,7 @@ def test_labels_do_not_matter() -> None:
     run = played("adabn")
     blind = replace(run.plan.federation, y=torch.zeros_like(run.plan.federation.y))
     again = tiny.plan("adabn", data=blind, model=tiny.conv_net(), rounds=4)
-    states = [newcomer_model(made, state_of(run), 2) for made in (run.plan, again)]
+    states = [newcomer_model(made, made.evaluated(0), state_of(run), 2) for made in (run.plan, again)]
     assert digest(states[0]) == digest(states[1])
 
 
@@ -95,9 +128,9 @@ def test_a_trailing_example_is_left_out_but_a_lone_one_is_not(rest: int) -> None
     batches = [x for x, _ in _own_batches(made, 2)]
     assert [len(x) for x in batches] == ([4] if rest in (0, 1) else [4, 2])
     mean, _ = moments(entering_first_norm(made, state, torch.cat(batches)))
-    assert torch.allclose(newcomer_model(made, state, 2)["1.running_mean"], mean, rtol=0, atol=1e-12)
+    assert torch.allclose(newcomer_model(made, made.evaluated(0), state, 2)["1.running_mean"], mean, rtol=0, atol=1e-12)
     alone = tiny.plan("adabn", data=replace(data, clients=(*data.clients[:2], rows[:1])), model=tiny.conv_net())
-    assert all(bool(v.isfinite().all()) for v in newcomer_model(alone, state, 2).values())
+    assert all(bool(v.isfinite().all()) for v in newcomer_model(alone, alone.evaluated(0), state, 2).values())
 
 
 def sorted_by_class() -> Federation:

@@ -47,6 +47,14 @@ def client_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store, c
     return phase.start(server, store.get(client).tree or fallback, plan.device)
 
 
+def newcomer_model(plan: Plan, phase: PreparedPhase, given: Tree, client: int) -> Tree:
+    """What a client that never trained is tested with, from the model it is given and, by some rules, its own data."""
+    rule = plan.method.newcomer
+    if not rule.uses_data:
+        return given
+    return rule.from_data(plan.step_spec(phase.passes[-1]), given, _own_batches(plan, client))
+
+
 def global_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Tree:
     """The one model of all: shared entries from the server, the clients' mean of what they keep local."""
     return phase.start(server, averaged(plan, phase, store), plan.device)
@@ -155,7 +163,7 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
             unseen,
             test,
             list(tested.values()),
-            (lambda c: rule.from_data(spec, newcomer, _own_batches(plan, c))) if rule.uses_data else None,
+            (lambda c: newcomer_model(plan, phase, newcomer, c)) if rule.uses_data else None,
             about,
             (lambda state, x: rule.from_batch(spec, state, x)) if rule.uses_batches else None,
         )
