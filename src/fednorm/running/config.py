@@ -105,6 +105,8 @@ class EvalConfig:
     """examples scored at once"""
     max_clients: int = 1000
     """score the own models of at most this many clients: a sample drawn by the seed, which the result says"""
+    average: Literal["all", "last_cohort"] = "all"
+    """whose local state is averaged for the pooled score and for newcomers: all clients', or those of the last round"""
     probes: tuple[str, ...] = ()
     """quantities to record of each client's last step, such as grad-norm"""
     probe_every: int = 1
