@@ -77,6 +77,8 @@ class TrainConfig:
     """whether the momentum of sgd is Nesterov's"""
     lr: float = 0.05
     """learning rate of the first round"""
+    head_lr: float | None = None
+    """learning rate of the head: the last layer, or all but the backbone in models that have one; default: train.lr"""
     momentum: float = 0.9
     """momentum of SGD"""
     weight_decay: float = 0.0
@@ -223,6 +225,7 @@ def _check_ranges(config: RunConfig) -> None:
         "train.local_epochs": (train.local_epochs, 1),
         "train.batch_size": (train.batch_size, 1),
         "train.lr": (train.lr, 0),
+        "train.head_lr": (train.head_lr, 0),
         "train.momentum": (train.momentum, 0),
         "train.weight_decay": (train.weight_decay, 0),
         "data.clients": (data.clients, 1),
