@@ -45,12 +45,16 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_text_file_of_a_run(ended: Path, name: str) -> None:
     before = (ended / name).read_text()
     rows = [json.loads(line) for line in (ended / "metrics.jsonl").read_text().splitlines()]
-    with files_up_to(len(before) - 1), pytest.raises(DiskError) as refusal:
+
+    def write() -> None:
         if name == "result.json":
             write_json(ended / name, json.loads(before))
         else:
             with RunFolder(ended).metrics_open(rows):
                 pass
+
+    with files_up_to(len(before) - 1), pytest.raises(DiskError) as refusal:
+        write()
     assert (str(refusal.value), refusal.value.exit_code) == (f"'{ended / name}' {TOO_LARGE}", 5)
     assert (ended / name).read_text() == before
     assert not draft_of(ended / name).exists()
