@@ -15,6 +15,7 @@ from fednorm.core.state import Tree
 from fednorm.data.client_names import client_number
 from fednorm.errors import CheckpointError, ConfigError, unknown
 from fednorm.running.evaluate import averaged, client_model, global_model
+from fednorm.running.given import refuse_other_config
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store
 
@@ -50,6 +51,7 @@ def model_of(plan: Plan, store: Store, client: int | str | None = None, which: W
     facts = store.facts()
     if not facts:
         raise CheckpointError(f"'{store.path}' holds no round; the run never started")
+    refuse_other_config(facts["config"], plan.config)
     store, server, stage = _chosen(store, facts.get("best"), which)
     phase = plan.evaluated(stage)
     if number is None or plan.method.data == "union":
