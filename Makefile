@@ -1,5 +1,5 @@
-# Every target sets up what it needs: a virtual environment with what constraints.txt pins, made once and again when
-# pyproject.toml or constraints.txt change.
+# Every target sets up what it needs: a virtual environment with what requirements.lock pins by hash, made once and again
+# when pyproject.toml or the lock change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,10 +17,13 @@ TRITON_READY := $(TRITON)/.ready
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(READY): pyproject.toml constraints.txt
+# Every file that is installed has a hash in the lock. The second line adds the package itself, and what this machine's
+# torch asks for beyond the lock: a build for GPUs brings libraries of its own, by version alone.
+$(READY): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fednorm needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(READY)  ## what label skew does to BatchNorm, and what repairs it: a few minutes on two cores

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from fednorm.errors import CheckpointError, DiskError
+from fednorm.errors import CheckpointError, DiskError, first_line
 from fednorm.halves.state_bytes import page_size
 from fednorm.running.seal import BEST, Seal, Total, check_seal, seal_of
 
@@ -181,8 +181,8 @@ def writing(name: object) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         if _is_full(error):
-            raise DiskError(f"{name} cannot be written: {error}; free some space and resume") from error
-        raise CheckpointError(f"{name} is not usable as the state of a run: {error}") from error
+            raise DiskError(f"{name} cannot be written: {first_line(error)}; free some space and resume") from error
+        raise CheckpointError(f"{name} is not usable as the state of a run: {first_line(error)}") from error
 
 
 @contextmanager
@@ -191,4 +191,4 @@ def reading(name: object) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{name} cannot be read as the state of a run: {error}") from error
+        raise CheckpointError(f"{name} cannot be read as the state of a run: {first_line(error)}") from error
