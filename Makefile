@@ -1,5 +1,5 @@
-# Every target sets up what it needs: a virtual environment with what requirements.lock pins by hash, made once and again
-# when pyproject.toml or the lock change.
+# Every target sets up what it needs: a virtual environment with what locks/ pins by hash, made once and again when
+# pyproject.toml or the locks change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,12 +17,14 @@ TRITON_READY := $(TRITON)/.ready
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# Every file that is installed has a hash in the lock. The second line adds the package itself, and what this machine's
-# torch asks for beyond the lock: a build for GPUs brings libraries of its own, by version alone.
-$(READY): pyproject.toml constraints.txt requirements.lock
+# Every file that is installed has a hash in locks/: torch for CPUs alone where there is one, else the index's own. The
+# last line adds the package itself, and what a torch for GPUs asks for beyond the locks, by version alone.
+LOCKED := -m pip install --quiet --require-hashes --no-deps
+$(READY): pyproject.toml constraints.txt $(wildcard locks/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fednorm needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements.lock
+	$(BIN)/python $(LOCKED) -r locks/torch_cpu.txt || $(BIN)/python $(LOCKED) -r locks/torch.txt
+	$(BIN)/python $(LOCKED) -r locks/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -57,6 +59,10 @@ docs: $(READY)  ## write the generated pages of docs/
 	$(BIN)/python tools/make_records_page.py
 	$(BIN)/python tools/make_settings_page.py
 	$(BIN)/python tools/make_api_page.py
+
+lock: $(READY)  ## write locks/ anew, with the hashes of what constraints.txt pins
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python tools/make_lock.py
 
 clean:  ## remove the virtual environment and all caches; runs stay
 	rm -rf $(VENV) $(TRITON) .pytest_cache .ruff_cache .hypothesis dist build

@@ -1,58 +1,56 @@
-"""Write requirements.lock: every version that constraints.txt pins, with the hashes of its files.
+"""Write locks/: every version that constraints.txt pins, with the hashes of its files.
 
-`make lock` runs it. uv asks the package index for the hashes; wheels in the folders that PIP_FIND_LINKS names, such as
-a build of torch for CPUs alone, have theirs added.
+`make lock` runs it. uv asks the package index for the hashes. torch has files of its own: the build for CPUs alone is
+no file of the index, and pip would prefer one whose hash the index tells. Its hash is that of the wheel in a folder that
+PIP_FIND_LINKS names; without one, locks/torch_cpu.txt stays as it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-LOCK = ROOT / "requirements.lock"
-HEAD = (
-    "# The versions of constraints.txt with the hashes of their files, for `pip install --require-hashes`: make lock\n"
-)
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "locks"
+HEAD = "# Versions of constraints.txt with the hashes of their files; `make lock` writes it.\n"
 
 
-def name_of(requirement: str) -> str:
-    """A package's name in its one spelling."""
-    return re.sub(r"[-_.]+", "-", re.split(r"[=\s]", requirement)[0]).lower()
-
-
-def hashed(constraints: Path) -> str:
-    """The pins with hashes from the index."""
+def hashed(constraints: Path) -> list[str]:
+    """The pins with hashes from the index, one text each."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "lock.txt"
         uv = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-header"]
         subprocess.run([*uv, "--no-annotate", str(constraints), "--output-file", str(target)], check=True)  # noqa: S603
-        return target.read_text()
+        lines = target.read_text().splitlines(keepends=True)
+    starts = [number for number, line in enumerate(lines) if not line.startswith(" ")]
+    return ["".join(lines[start:end]) for start, end in zip(starts, [*starts[1:], len(lines)], strict=True)]
 
 
-def local_hashes() -> dict[str, list[str]]:
-    """The hashes of wheels in local folders, by name==version without a local part."""
+def cpu_builds() -> dict[str, list[str]]:
+    """The hashes of torch's CPU builds in local folders, by version."""
     found: dict[str, list[str]] = {}
     for folder in os.environ.get("PIP_FIND_LINKS", "").split():
-        for wheel in sorted(Path(folder).glob("*.whl")):
-            name, version = wheel.name.split("-")[:2]
-            pin = f"{name_of(name)}=={version.partition('+')[0]}"
-            found.setdefault(pin, []).append(hashlib.sha256(wheel.read_bytes()).hexdigest())
+        for wheel in sorted(Path(folder).glob("torch-*+cpu-*.whl")):
+            version = wheel.name.split("-")[1]
+            found.setdefault(version, []).append(hashlib.sha256(wheel.read_bytes()).hexdigest())
     return found
 
 
 def main() -> None:
-    text = hashed(ROOT / "constraints.txt")
-    for pin, hashes in local_hashes().items():
-        for each in hashes:
-            if each not in text:
-                text = text.replace(f"{pin} \\\n", f"{pin} \\\n    --hash=sha256:{each} \\\n")
-    LOCK.write_text(HEAD + text)
+    pins = hashed(ROOT / "constraints.txt")
+    LOCKS.mkdir(exist_ok=True)
+    is_torch = [pin.startswith("torch==") for pin in pins]
+    files = {"torch.txt": [pin for pin, is_it in zip(pins, is_torch, strict=True) if is_it]}
+    files["requirements.txt"] = [pin for pin, is_it in zip(pins, is_torch, strict=True) if not is_it]
+    version = files["torch.txt"][0].split()[0] + "+cpu"
+    if hashes := cpu_builds().get(version.removeprefix("torch==")):
+        files["torch_cpu.txt"] = [" \\\n    ".join([version, *(f"--hash=sha256:{each}" for each in hashes)]) + "\n"]
+    for name, texts in files.items():
+        (LOCKS / name).write_text(HEAD + "".join(texts))
 
 
 if __name__ == "__main__":
