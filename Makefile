@@ -40,8 +40,8 @@ test-quick: $(READY)  ## the tests without the slow ones
 test-kernels: $(READY) $(TRITON_READY)  ## the Triton kernels, one by one and in whole rounds, without a GPU
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_kernels.py tests/test_kernel_rounds.py
 
-$(TRITON_READY): Makefile
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(TRITON) triton==3.9.0
+$(TRITON_READY): locks/triton.txt
+	$(BIN)/python $(LOCKED) --upgrade --target $(TRITON) -r locks/triton.txt
 	@touch $@
 
 lint: $(READY)  ## ruff and pyright

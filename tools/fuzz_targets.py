@@ -9,7 +9,7 @@ import io
 import json
 import random
 from collections.abc import Callable, Sequence
-from contextlib import closing, redirect_stderr
+from contextlib import closing, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from fednorm.data.partition import find_partition
 from fednorm.data.readers.digits import read_libsvm, read_mat
 from fednorm.data.readers.idx import read_idx
 from fednorm.data.readers.packed import read_archive
+from fednorm.errors import FednormError
 from fednorm.halves import wire
 from fednorm.halves.messages import Address, Update
 from fednorm.halves.mine import ClientState
@@ -119,17 +120,10 @@ def _expression(folder: Path) -> Target:
 
     def read(data: bytes) -> Any:
         text = data.decode(errors="replace")
-        first, *others = (
-            lambda: parse(text),
-            lambda: find_partition(text),
-            lambda: parse_term(text, "model", "a(b=1)"),
-        )
-        for other in others:  # each is asked whatever the others say
-            try:
-                other()
-            except fednorm.FednormError:
-                continue
-        return first()
+        with suppress(FednormError):  # methods are asked whatever partitions say
+            term = parse_term(text, "partition", "dirichlet(alpha=0.1)")
+            find_partition(term.name, term.options)
+        return parse(text)
 
     return Target(seeds, read, [b"(", b")", b"+", b"=", b"'", b",", b"__", b"lambda", *NUMBERS])
 
@@ -155,7 +149,6 @@ def _safetensors(folder: Path) -> Target:
 
 def _wire(folder: Path) -> Target:
     update = Update(
-        client=3,
         address=Address(terms="t", number=1, attempt=1),
         report=Report(client=3, num_examples=8, losses={"all": 0.5}),
         shared=model_state(_net()),

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+APART = {"triton.txt": "triton==3.9.0"}
+"""What the tests of kernels install beside all else."""
 LOCKS = ROOT / "locks"
 HEAD = "# Versions of constraints.txt with the hashes of their files; `make lock` writes it.\n"
 
@@ -49,6 +51,10 @@ def main() -> None:
     version = files["torch.txt"][0].split()[0] + "+cpu"
     if hashes := cpu_builds().get(version.removeprefix("torch==")):
         files["torch_cpu.txt"] = [" \\\n    ".join([version, *(f"--hash=sha256:{each}" for each in hashes)]) + "\n"]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, pin in APART.items():
+            (Path(folder) / name).write_text(pin)
+            files[name] = hashed(Path(folder) / name)
     for name, texts in files.items():
         (LOCKS / name).write_text(HEAD + "".join(texts))
 

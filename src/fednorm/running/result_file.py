@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from fednorm.core.state import digest
-from fednorm.errors import CheckpointError
+from fednorm.errors import CheckpointError, first_line
 from fednorm.files import json_text, read_json, write_json
 from fednorm.running.config import RunConfig
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import refuse_other_config
 from fednorm.running.records import ResultFile, RunId, RunResult, read_result
+from fednorm.running.results import Result
 from fednorm.running.sealed import SHA, digest_of, is_broken, sealed
 from fednorm.running.store import Store
 from fednorm.running.trained import opened_state
@@ -37,7 +39,18 @@ def read_result_file(folder: RunFolder) -> ResultFile:
         print(f"note: '{path}' is of an older fednorm and has no digest; resume writes it anew", file=sys.stderr)
     elif stored["made_from"]["config"] != digest_of(read_json(folder.config)):
         raise CheckpointError(f"'{path}' is of another config than '{folder.config}'; {_ANEW}")
+    _refuse_unusable(result, path)
     return result
+
+
+def _refuse_unusable(result: ResultFile, path: Path) -> None:
+    """Refuse what has the form of a result and not its fields, such as a file that somebody else made."""
+    try:
+        told = Result(tuple(result["runs"]))
+        told.to_json(), str(told), told.rows()
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"'{path}' is not the result of a run ({why}); {_ANEW}") from None
 
 
 def is_sealed(folder: RunFolder) -> bool:

@@ -35,9 +35,9 @@ def row_digest(content: bytes | str, row: str) -> bytes:
     return hashlib.blake2b(data + row.encode(), digest_size=_BYTES).digest()
 
 
-def check_row(content: Any, digest: Any, row: str) -> None:
-    """Refuse a row that is not what was written."""
-    if not isinstance(content, bytes | str) or row_digest(content, row) != digest:
+def check_row(content: Any, digest: Any, row: str, kind: type[bytes] | type[str] = str) -> None:
+    """Refuse a row that is not what was written; one bit in a file tells text from bytes, and none of the content."""
+    if not isinstance(content, kind) or row_digest(content, row) != digest:
         raise damaged(row)
 
 

@@ -144,7 +144,7 @@ class Store:
                     part,
                 ).fetchall()
             for client, number, digest, record in rows:
-                check_row(record, digest, _client_row(client, number))
+                check_row(record, digest, _client_row(client, number), bytes)
                 if number not in self._layouts:
                     raise CheckpointError(
                         f"{self._name} has no layout {number}, which client {client} names; start the run anew"
@@ -279,7 +279,7 @@ class Store:
             row = self._db.execute("SELECT blob, digest FROM server WHERE name=?", (name,)).fetchone()
         if row is None:
             raise CheckpointError(f"{self._name} holds no '{name}'; it is not the state of a run")
-        check_row(row[0], row[1], name)
+        check_row(row[0], row[1], name, bytes)
         return safetensors.torch.load(row[0])
 
     def rows(self) -> Iterator[RoundRow]:
