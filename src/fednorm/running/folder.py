@@ -21,6 +21,7 @@ from fednorm.errors import ConfigError, LockedError
 from fednorm.files import disk_errors, json_text, open_plain, safe_name, write_json, written_whole
 from fednorm.running.environment import environment
 from fednorm.running.records import RoundRow, as_written
+from fednorm.running.sealed import sealed
 
 
 class RunFolder:
@@ -53,6 +54,11 @@ class RunFolder:
     def state(self) -> Path:
         return self.path / "state.sqlite"
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has state: rows are written only after its first commit."""
+        return self.metrics.exists()
+
     def refuse_place(self) -> None:
         """Refuse a place where no new run can be, without writing anything."""
         if self.config.exists():
@@ -71,7 +77,7 @@ class RunFolder:
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "env.json", environment())
-        write_json(self.config, config)
+        write_json(self.config, sealed(config))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
