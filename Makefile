@@ -59,6 +59,7 @@ docs: $(READY)  ## write the generated pages of docs/
 	$(BIN)/python tools/make_records_page.py
 	$(BIN)/python tools/make_settings_page.py
 	$(BIN)/python tools/make_api_page.py
+	$(BIN)/python tools/make_results_page.py
 
 lock: $(READY)  ## write locks/ anew, with the hashes of what constraints.txt pins
 	$(BIN)/python -m pip install --quiet uv

@@ -102,7 +102,7 @@ def reproduce(
             _warn_of_time(study, place, runs, quick)
             with _stops():
                 play_runs(runs, place, _watched(quiet, json))
-        _print_study(study, measured(cells, place.library, chosen), quick, json)
+        _print_study(study, measured(cells, place.library, chosen), quick, json, work)
 
 
 def _print_list(place: Place, json: bool) -> None:
@@ -189,8 +189,9 @@ def _stops() -> Iterator[None]:
         raise Stopped("stopped; the same command goes on from here", stop.exit_code) from None
 
 
-def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: bool) -> None:
+def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: bool, work: Path) -> None:
     from fednorm.studies.beside import COLUMNS, NUMBERS, sentences, table_rows, to_json
+    from fednorm.studies.figures import picture_text
 
     if json:
         print_json(to_json(study, results, quick))
@@ -201,3 +202,4 @@ def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: b
     print()
     for text in sentences(study, results, quick):
         say(text)
+    say(picture_text(study, results, work, quick=quick))

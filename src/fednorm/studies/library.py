@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ _ELSEWHERE = ("seed", "data.dir", "data.digest", "eval.chunk", "keep", "keep_eve
 """Fields that do not say what is computed."""
 
 
+@cache
 def key_of(config: RunConfig) -> str:
     """A digest of what a run computes, whatever its seed, its engine and its folders.
 

@@ -121,7 +121,10 @@ def _heat(
 
 
 def axis_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
-    """The score along an axis, a line a method, a panel for each value of the other axes; bars are the spread."""
+    """The score along an axis, a line a method, a panel for each value of the other axes; bars are the spread.
+
+    Crosses are what was published.
+    """
     x = study.recipe.figure["x"]
     values = list(study.recipe.axes[x])
     groups = _grouped(_whole(results), lambda cell: _setting(cell, frozenset({x})))
@@ -139,6 +142,9 @@ def _along(axis: Axes, study: Study, results: Sequence[Measured], x: str, values
         spreads = [each.ours for each in own if each.ours]
         style = _style(study, method)
         axis.errorbar(places, [s.mean for s in spreads], [s.std for s in spreads], marker="o", capsize=2, **style)
+        told = [(p, each.cell.published.mean) for p, each in zip(places, own, strict=True) if each.cell.published]
+        if told:
+            axis.plot(*zip(*told, strict=True), "x", color=style["color"], label=f"{method}, published")
     axis.set_xticks(range(len(present)), present, fontsize=8)
     axis.set_xlabel(x.replace("_", " "))
 
@@ -146,7 +152,8 @@ def _along(axis: Axes, study: Study, results: Sequence[Measured], x: str, values
 def probe_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
     """What probes saw by round, and the training loss: the mean over clients and seeds, with the range of the seeds."""
     panels = []
-    for title, some in _grouped(_where(study, results), _setting).items():
+    fixed = frozenset(study.recipe.figure.get("where", {}))
+    for title, some in _grouped(_where(study, results), lambda cell: _setting(cell, fixed)).items():
         names = dict.fromkeys(name for each in some for record in each.records for name in probe_curves(record))
         panels += [
             Panel(_joined(name, title), lambda axis, some=some, name=name: _probes(axis, study, some, name), False)
