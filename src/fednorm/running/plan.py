@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -36,6 +37,7 @@ from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
 from fednorm.models.fitting import check_inputs
 from fednorm.running.config import DataConfig, RunConfig
+from fednorm.running.consent import refuse_unasked
 from fednorm.running.extensions import with_extensions
 from fednorm.running.initial import read_start
 from fednorm.running.own_files import build_own
@@ -68,8 +70,14 @@ def make_plan(
     federation: Federation | None = None,
     method: Method | None = None,
     task: AnyTask | None = None,
+    code: Collection[str] = (),
 ) -> Plan:
-    """Resolve a config; a model, data, method or task given as an object takes the place of the config's name."""
+    """Resolve a config; a model, data, method or task given as an object takes the place of the config's name.
+
+    A config may have been read from anywhere, so code that it names is not imported unless it is among `code`, which
+    is `named_code(config)` of a config that its user wrote or consented to.
+    """
+    refuse_unasked(config, code)
     config = with_extensions(config)
     method = method or parse(config.method)
     lr_factor(config.train.schedule, 1, config.rounds)

@@ -15,7 +15,7 @@ from fednorm.core.task import AnyTask
 from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import refuse_ranks
-from fednorm.errors import CheckpointError
+from fednorm.errors import CheckpointError, visible
 from fednorm.files import read_json
 from fednorm.running.api import resume_folder
 from fednorm.running.comparison import cells_of, play_comparison
@@ -85,7 +85,7 @@ def _lengthen(
         check_given(run, stored, objects)
         cells = []
     config, _ = read_config(run, use=use, allow_code=allow_code)
-    parts = [(cell.folder, cell.config, cell.objects) for cell in cells] or [(run, config, objects)]
+    parts = [(cell.folder, cell.config, cell.objects) for cell in cells] or [(run, config, objects.trusting(config))]
     found = []
     with run.locked():
         for folder, each, own in parts:
@@ -99,7 +99,7 @@ def _lengthen(
         for longer in found:
             _write(longer, run)
     for note in dict.fromkeys(longer.note for longer in found if longer.reasons):
-        print(f"note: {note}", file=sys.stderr)
+        print(visible(f"note: {note}"), file=sys.stderr)
 
 
 def _write(longer: Lengthening, held: RunFolder) -> None:
@@ -129,7 +129,7 @@ def load_result(
         stored = read_stored(run)
         check_given(run, stored, objects, methods)
         config, _ = read_config(run, allow_code=allow_code, use=use)
-        return replace(objects, method=methods.get(id.method)).plan(updated(config, id._asdict()))
+        return replace(objects, method=methods.get(id.method)).trusting(config).plan(updated(config, id._asdict()))
 
     def trained(each: RunResult) -> Trained:
         id = RunId(each["method"], each["seed"])

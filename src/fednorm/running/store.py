@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from fednorm.core.state import Tree, tree_bytes
 from fednorm.errors import CheckpointError, DiskError
-from fednorm.files import written_whole
+from fednorm.files import refuse_links, written_whole
 from fednorm.halves.mine import ClientState
 from fednorm.halves.state_bytes import (
     RecordLayout,
@@ -79,6 +79,8 @@ class Store:
         self._changed: dict[int, ClientState] = {}
         self._cached: OrderedDict[int, ClientState] = OrderedDict()
         self._cached_bytes = 0
+        if path:  # SQLite itself would follow links, also of the files that it keeps beside this one
+            refuse_links(path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal")))
         with _disk(self._name):
             self._db = sqlite3.connect(path or "", isolation_level=None)
             try:
