@@ -36,6 +36,7 @@ SIZES = [
     ("fedbs_mnist_cnn", {"in_channels": 1}, 29_034, 2, 96, 96),
     ("deeplabv3plus", {}, 5_225_203, 59, 35_232, 35_232),
     ("deeplabv3plus", {"backbone": "resnet50"}, 39_761_331, 61, 56_800, 56_800),
+    ("deeplabv3plus", {"backbone": "resnet18"}, 16_017_331, 28, 13_280, 13_280),
     ("small_resnet", {"in_channels": 1}, 19_810, 9, 336, 336),
     ("simple_cnn", {}, 1_626_442, 0, 0, 0),
     ("mlp_bn", {"in_channels": 1}, 118_794, 2, 512, 512),
@@ -77,6 +78,7 @@ SMALL = [
     ("vit_tiny", {}, 28),
     ("text_lstm", {"width": 8, "depth": 2}, 6),
     ("deeplabv3plus", {}, 64),
+    ("deeplabv3plus", {"backbone": "resnet18"}, 64),
     ("deeplabv3plus", {"backbone": "resnet50"}, 64),
 ]
 
@@ -198,7 +200,7 @@ def test_option_a_shortcut_subsamples_and_pads_with_zeros():
 
 
 def test_dilated_backbones_stop_at_a_sixteenth():
-    for backbone in ("mobilenet_v2", "resnet50"):
+    for backbone in ("mobilenet_v2", "resnet18", "resnet50"):
         with torch.no_grad():
             low, high = build("deeplabv3plus", backbone=backbone).backbone(torch.zeros(2, 3, 64, 64))
         assert (low.shape[-1], high.shape[-1]) == (16, 4)
