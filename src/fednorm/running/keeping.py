@@ -9,7 +9,8 @@ from fednorm.core.state import Tree
 from fednorm.running.cohorts import averaged_clients
 from fednorm.running.evaluate import global_model
 from fednorm.running.plan import Plan
-from fednorm.running.store import Store, save_tree
+from fednorm.running.store import Store
+from fednorm.running.tensor_files import save_tree
 
 
 class Keeper:

@@ -16,6 +16,7 @@ from fednorm.data.client_names import client_number
 from fednorm.errors import CheckpointError, ConfigError, unknown
 from fednorm.running.cohorts import averaged_clients
 from fednorm.running.evaluate import averaged, client_model, global_model, newcomer_model
+from fednorm.running.given import refuse_other_config
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store
 
@@ -51,6 +52,7 @@ def model_of(plan: Plan, store: Store, client: int | str | None = None, which: W
     facts = store.facts()
     if not facts:
         raise CheckpointError(f"'{store.path}' holds no round; the run never started")
+    refuse_other_config(facts["config"], plan.config)
     store, server, stage = _chosen(store, facts.get("best"), which)
     phase = plan.evaluated(stage)
     clients = averaged_clients(plan, facts["round"] if which == "last" else facts["best"]["round"])

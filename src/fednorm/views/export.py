@@ -21,7 +21,7 @@ from fednorm.pieces.fold import fold_with_report
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import check_given, config_in, gathered, read_config, read_stored
 from fednorm.running.plan import Plan
-from fednorm.running.store import save_tree
+from fednorm.running.tensor_files import save_tree
 from fednorm.running.trained import Which, model_of, network_with, opened_state
 from fednorm.views.describe_piece import explain_piece
 
