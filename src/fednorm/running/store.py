@@ -360,7 +360,7 @@ def _disk(name: Path | str) -> Iterator[None]:
 def _readable(name: Path | str) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.DatabaseError, json.JSONDecodeError) as error:
+    except (sqlite3.DatabaseError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} cannot be read as the state of a run: {error}") from error
 
 
