@@ -22,6 +22,7 @@ from fednorm.errors import CheckpointError, ConfigError, DiskError, first_line
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 MOST_TEXT = 256 << 20
 """Bytes of a JSON or TOML file that are read: one of a run with a million clients is smaller."""
+_MOST_DEEP = 100
 _NO_PLACE = {
     errno.EACCES,
     errno.EPERM,
@@ -175,10 +176,25 @@ def write_json(path: Path, value: Any, indent: int = 2) -> None:
         draft.write_text(json_text(value, indent) + "\n", encoding="utf-8")
 
 
+def refuse_depth(value: Any) -> Any:
+    """The value itself, or a `RecursionError` where its tables and lists lie deeper in each other than in any file."""
+    level, depth = [value], 0
+    while level := [
+        inner
+        for each in level
+        for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        if isinstance(inner, dict | list)
+    ]:
+        depth += 1
+        if depth > _MOST_DEEP:
+            raise RecursionError
+    return value
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file that belongs to a run."""
     try:
-        return json.loads(read_bounded(path))
+        return refuse_depth(json.loads(read_bounded(path)))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"'{path.parent}' is not the folder of a run: it has no {path.name}") from None
     except OSError as error:

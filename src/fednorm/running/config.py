@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from fednorm.core.expression import MOST
 from fednorm.core.schedule import check_warmup
 from fednorm.data.from_files.source import find_source
 from fednorm.errors import ConfigError, unknown
@@ -247,6 +248,15 @@ def _check_ranges(config: RunConfig) -> None:
     for name, (value, least) in at_least.items():
         if value is not None and not least <= value < math.inf:  # also refuses NaN
             raise ConfigError(f"{name}={value} is out of range; give {least} or more")
+    at_most = {
+        "data.size": (data.size, 1 << 14),
+        "engine.threads": (config.engine.threads, 1 << 12),
+        "engine.workers": (config.engine.workers, 1 << 12),
+        "engine.loaders": (config.engine.loaders, 1 << 12),
+    }
+    for name, (value, most) in at_most.items():
+        if value is not None and value > most:
+            raise ConfigError(f"{name}={value} is out of range; give {most} or less")
     if not 0 <= data.val_fraction < 1:
         raise ConfigError(f"data.val_fraction={data.val_fraction} is out of range; give 0 up to below 1")
     if config.engine.quorum is not None and not 0 < config.engine.quorum <= 1:
@@ -316,6 +326,9 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
             value = [item for item in str(value).split(",") if item]
         return tuple(_coerce(name, item, args[0]) for item in value)
     options = args if origin in (Literal, Union, types.UnionType) else (hint,)
+    if isinstance(value, int) and abs(value) > MOST:
+        shown = str(value) if abs(value) < 10**30 else f"{str(value)[:12]}..."
+        raise ConfigError(f"{name}={shown} is out of range; give {MOST} or less")
     if float in options and int not in options and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     for option in options:

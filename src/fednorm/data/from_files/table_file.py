@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from fednorm.data.bounds import refuse_above
 from fednorm.data.from_files.problems import MOST, refuse
 from fednorm.errors import ConfigError, first_line, require
 
@@ -146,8 +147,13 @@ def read_parquet(path: Path) -> Table:
 
     try:
         # One file, whatever the folders around it are called.
-        stored = parquet.ParquetFile(str(path)).read()
-    except (arrow.ArrowException, OSError, ValueError) as error:
+        file = parquet.ParquetFile(str(path))
+        # What repeats takes no room in the file: a row may be a bit there and is eight bytes a cell here, or more.
+        refuse_above(path, 8 * file.metadata.num_rows * file.metadata.num_columns, path.stat().st_size)
+        stored = file.read()
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever pyarrow makes of damaged bytes
         raise ConfigError(f"'{path}' is not a readable Parquet file ({first_line(error)}); write it again") from None
     problems: list[str] = []
     _check_names(stored.column_names, path, problems)
