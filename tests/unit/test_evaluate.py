@@ -151,3 +151,11 @@ def test_evaluation_changes_nothing() -> None:
     often = tiny.fingerprint(tiny.play(tiny.plan("fedbn", eval__every=1)))
     seldom = tiny.fingerprint(tiny.play(tiny.plan("fedbn", eval__every=4)))
     assert (often["server"], often["clients"]) == (seldom["server"], seldom["clients"])
+
+
+def test_the_training_loss_of_a_round_is_also_told_with_clients_by_size() -> None:
+    run = tiny.play(tiny.plan("fedavg", rounds=1))
+    losses = [report.losses["all"] for report in run.server.reports]
+    row = next(iter(run.store.rows()))
+    assert row["train_loss"] == sum(losses) / 3
+    assert row["train_loss_weighted"] == (8 * losses[0] + 12 * losses[1] + 9 * losses[2]) / 29

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import typer
 
-from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, resume, run
+from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, reproduce, resume, run
 from fednorm.cli.output import Stopped, complain
 from fednorm.engines.machine import is_first
 from fednorm.errors import FednormError, UserCodeError
@@ -30,6 +30,7 @@ for name, verb in {
     "run": run.run,
     "compare": compare.compare,
     "resume": resume.resume,
+    "reproduce": reproduce.reproduce,
     "inspect": inspect.inspect,
     "export": export.export,
     "methods": catalogue.methods,
@@ -65,6 +66,8 @@ UsageError = typer.BadParameter.__mro__[1]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and leave the process with its exit code."""
+    # Processes that this one starts would look for multiprocessing, json and all else in the folder one is in first.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     sys.exit(exit_code(sys.argv[1:] if arguments is None else arguments))
 
 

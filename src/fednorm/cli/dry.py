@@ -14,6 +14,7 @@ from fednorm.running.config import updated
 def print_preview(asked: Asked, methods: list[str], comparison: bool = False) -> None:
     """Say what would be done; nothing is written."""
     from fednorm.running.comparison import settled
+    from fednorm.running.consent import named_code
     from fednorm.running.folder import RunFolder
     from fednorm.running.plan import make_plan
     from fednorm.running.trial import try_out
@@ -26,7 +27,8 @@ def print_preview(asked: Asked, methods: list[str], comparison: bool = False) ->
     if several:
         base, methods = settled(methods, base, asked.seeds, asked.jobs)
     RunFolder(place_of(asked, methods)).refuse_place()
-    plans = [make_plan(updated(base, {"method": method})) for method in methods]
+    code = named_code(base)  # it was typed, or consented to when the file was read
+    plans = [make_plan(updated(base, {"method": method}), code=code) for method in methods]
     for plan in plans:
         try_out(plan)
     found = [preview(plan) for plan in plans]

@@ -101,6 +101,7 @@ def run(
     config = described(config, {"method": method, "model": model, "task": task}, use, settings)
     objects = gathered(model, clients, test, federation, method, task or config.task)
     config = objects.named(config)
+    objects = objects.trusting(config)
     if config.keep_every and out is None:
         raise ConfigError(f"keep_every={config.keep_every} writes into the run's folder; give out=DIR")
     ranks = join(config.engine.device)
@@ -139,7 +140,8 @@ def resume_folder(
     objects = objects or Objects()
     check_given(folder, read_stored(folder), objects)
     if plan is None:
-        plan = objects.plan(read_config(folder, allow_code=allow_code, use=use)[0])
+        config, _ = read_config(folder, allow_code=allow_code, use=use)
+        plan = objects.trusting(config).plan(config)
     if not join(plan.config.engine.device).first:
         return in_memory(plan)
     with opened(folder, plan, on_row=on_row) as playable:

@@ -74,6 +74,7 @@ def compare(
     methods = [methods] if isinstance(methods, str | Method) else methods
     named = {each.name: each for each in methods if isinstance(each, Method)}
     config, names = settled(methods, objects.named(config), seeds, jobs)
+    objects = objects.trusting(config)
     given = {"given": given_names(objects, named)}
     wanted = {"compare": {"methods": names, "seeds": list(seeds)}, **stored_config(config, objects), **given}
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="fednorm-") if out is None else out))
@@ -129,7 +130,7 @@ def cells_of(
     config, _ = read_config(folder, allow_code=allow_code, use=use)
     check_given(folder, stored, objects, methods)
     with_extensions(config)
-    return cells_in(stored, folder, objects, methods)
+    return cells_in(stored, folder, objects.trusting(config), methods)
 
 
 def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_row: OnRow | None) -> Result:

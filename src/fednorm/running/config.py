@@ -10,6 +10,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fednorm.core.schedule import check_warmup
@@ -39,6 +40,8 @@ class DataConfig:
     """use at most this many training examples"""
     size: int | None = None
     """pixels a side that images are brought to; default: as they are"""
+    scaling: Literal["auto", "unit", "symmetric", "standard"] = "auto"
+    """scale of pixels: unit (0 to 1), symmetric (-1 to 1), standard (by mean and deviation); auto: the set's own"""
     target: str | None = None
     """column of a table to be predicted; several, with commas between, for many labels or numbers"""
     client: str | None = None
@@ -276,7 +279,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any], cls: type[Any] = RunConfig, prefix: str = "") -> Any:
     """A config from nested plain values; an unknown key or a value of the wrong type is refused by name."""
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     known = [f.name for f in fields(cls)]
     arguments: dict[str, Any] = {}
     for key, value in values.items():
@@ -292,6 +295,12 @@ def from_dict(values: Mapping[str, Any], cls: type[Any] = RunConfig, prefix: str
         else:
             arguments[key] = _coerce(f"{prefix}{key}", value, hint)
     return cls(**arguments)
+
+
+@cache
+def _hints(cls: type[Any]) -> Mapping[str, Any]:
+    """The types of a class's fields; kept, since studies make thousands of configs."""
+    return get_type_hints(cls)
 
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:
@@ -334,7 +343,7 @@ def all_fields(cls: type[Any] = RunConfig, prefix: str = "") -> list[str]:
     """Every settable field by its dotted name."""
     names: list[str] = []
     for f in dataclasses.fields(cls):
-        hint = get_type_hints(cls)[f.name]
+        hint = _hints(cls)[f.name]
         nested = isinstance(hint, type) and is_dataclass(hint)
         names += all_fields(hint, f"{prefix}{f.name}.") if nested else [f"{prefix}{f.name}"]
     return names

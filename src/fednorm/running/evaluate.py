@@ -47,18 +47,33 @@ def client_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store, c
     return phase.start(server, store.get(client).tree or fallback, plan.device)
 
 
+def newcomer_model(plan: Plan, phase: PreparedPhase, given: Tree, client: int) -> Tree:
+    """What a client that never trained is tested with, from the model it is given and, by some rules, its own data."""
+    rule = plan.method.newcomer
+    if not rule.uses_data:
+        return given
+    return rule.from_data(plan.step_spec(phase.passes[-1]), given, _own_batches(plan, client))
+
+
 def global_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Tree:
     """The one model of all: shared entries from the server, the clients' mean of what they keep local."""
     return phase.start(server, averaged(plan, phase, store), plan.device)
 
 
 def _own_batches(plan: Plan, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The data of a client that never trained, in batches."""
-    rows = plan.federation.clients[client]
+    """The data of a client that never trained, in batches.
+
+    Their order is drawn: many sets lie sorted by class, and a layer's statistics depend on how batches are composed.
+    """
+    rows = _shuffled(plan, client, plan.federation.clients[client], "newcomer's data")
     for part in rows.split(max(2, plan.work.batch_size)):
         if len(part) < 2 and len(rows) > 1:
             continue  # as in training, a trailing batch of one example is skipped
         yield plan.batches.plain(part)
+
+
+def _shuffled(plan: Plan, client: int, rows: Tensor, what: str) -> Tensor:
+    return rows[rng.permutation(rng.key(plan.work.seed, what, client), len(rows))]
 
 
 def metric_facts(task: AnyTask) -> MetricFacts:
@@ -141,11 +156,14 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
     if any(len(federation.own_test[c]) for c in unseen):
         rule = plan.method.newcomer
         spec = plan.step_spec(phase.passes[-1])
+        tested = {c: federation.own_test[c] for c in unseen}
+        if rule.uses_batches:  # in an order that says nothing of the labels, as test data come in
+            tested = {c: _shuffled(plan, c, rows, "newcomer's tests") for c, rows in tested.items()}
         result["unseen"] = mean_over(
             unseen,
             test,
-            [federation.own_test[c] for c in unseen],
-            (lambda c: rule.from_data(spec, newcomer, _own_batches(plan, c))) if rule.uses_data else None,
+            list(tested.values()),
+            (lambda c: newcomer_model(plan, phase, newcomer, c)) if rule.uses_data else None,
             about,
             (lambda state, x: rule.from_batch(spec, state, x)) if rule.uses_batches else None,
         )

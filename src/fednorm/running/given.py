@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from fednorm.errors import CheckpointError, ConfigError
 from fednorm.files import read_json
 from fednorm.running import extensions
 from fednorm.running.config import RunConfig, differences, from_dict, to_dict, updated
-from fednorm.running.consent import refuse_code
+from fednorm.running.consent import named_code, refuse_code
 from fednorm.running.folder import RunFolder
 from fednorm.running.plan import Plan, make_plan
 from fednorm.running.sealed import SHA, is_broken
@@ -37,14 +37,22 @@ class Objects:
     federation: Federation | None = None
     method: Method | None = None
     task: AnyTask | None = None
+    code: tuple[str, ...] = ()
+    """code that may be imported, as `named_code` names it: that of a config which was typed or consented to"""
 
     @property
     def names(self) -> list[str]:
-        return [name for name, value in vars(self).items() if value is not None]
+        return [name for name in _ARGUMENTS if getattr(self, name) is not None]
+
+    def trusting(self, config: RunConfig) -> Objects:
+        """The same for whoever wrote this config, or consented to the code that it names."""
+        return replace(self, code=tuple(named_code(config)))
 
     def plan(self, config: RunConfig) -> Plan:
         """The plan of a config with these in the place of its names."""
-        return make_plan(config, model=self.model, federation=self.federation, method=self.method, task=self.task)
+        return make_plan(
+            config, model=self.model, federation=self.federation, method=self.method, task=self.task, code=self.code
+        )
 
     def named(self, config: RunConfig) -> RunConfig:
         """The config with the names of what was given."""

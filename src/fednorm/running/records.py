@@ -130,6 +130,8 @@ class RoundRow(TypedDict):
     """learning rate of the clients' last phase"""
     train_loss: float
     """mean training loss of the clients' last phase, each client counted once"""
+    train_loss_weighted: NotRequired[float]
+    """the same with clients weighted by how many examples they train on; absent in rows of earlier versions"""
     cohort: NotRequired[list[int]]
     """ids of the clients of the round; absent where all take part"""
     eval: NotRequired[Scores]
@@ -329,7 +331,7 @@ def as_written(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**clean, "not_finite": words} if words else clean
 
 
-def _as_it_was(stored: Mapping[str, Any]) -> dict[str, Any]:
+def as_it_was(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What `as_written` wrote, with its numbers; the words go, since they are written anew."""
     record = {key: value for key, value in stored.items() if key != "not_finite"}
     return infinite_again(record, stored.get("not_finite", {}))
@@ -338,7 +340,7 @@ def _as_it_was(stored: Mapping[str, Any]) -> dict[str, Any]:
 def read_row(stored: Mapping[str, Any], where: str = "a row of metrics.jsonl") -> RoundRow:
     """A row that was stored, as this version has it; `where` it comes from is for an error."""
     _check_version(stored, ROW_VERSION, where)
-    return cast(RoundRow, {"version": ROW_VERSION, **_as_it_was(stored)})
+    return cast(RoundRow, {"version": ROW_VERSION, **as_it_was(stored)})
 
 
 def read_result(stored: Mapping[str, Any], where: str = "result.json") -> ResultFile:
@@ -346,7 +348,7 @@ def read_result(stored: Mapping[str, Any], where: str = "result.json") -> Result
     _check_version(stored, RESULT_VERSION, where)
     if not isinstance(stored.get("runs"), list) or not stored["runs"]:
         raise CheckpointError(f"{where} holds no run; delete it and resume, and it is written anew")
-    runs = [_as_it_was(run) for run in stored["runs"]]
+    runs = [as_it_was(run) for run in stored["runs"]]
     return cast(ResultFile, {"version": RESULT_VERSION, **stored, "runs": runs})
 
 

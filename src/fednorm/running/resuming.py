@@ -85,7 +85,7 @@ def _lengthen(
         check_given(run, stored, objects)
         cells = []
     config, _ = read_config(run, use=use, allow_code=allow_code)
-    parts = [(cell.folder, cell.config, cell.objects) for cell in cells] or [(run, config, objects)]
+    parts = [(cell.folder, cell.config, cell.objects) for cell in cells] or [(run, config, objects.trusting(config))]
     found = []
     with run.locked():
         for folder, each, own in parts:
@@ -129,7 +129,7 @@ def load_result(
         stored = read_stored(run)
         check_given(run, stored, objects, methods)
         config, _ = read_config(run, allow_code=allow_code, use=use)
-        return replace(objects, method=methods.get(id.method)).plan(updated(config, id._asdict()))
+        return replace(objects, method=methods.get(id.method)).trusting(config).plan(updated(config, id._asdict()))
 
     def trained(each: RunResult) -> Trained:
         id = RunId(each["method"], each["seed"])

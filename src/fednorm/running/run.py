@@ -156,6 +156,8 @@ class Run:
         now = time.perf_counter()
         for row, reports, awaited in rounds:
             row["train_loss"] = sum(report.losses["all"] for report in reports) / len(reports)
+            examples = sum(report.num_examples for report in reports)
+            row["train_loss_weighted"] = sum(r.num_examples * r.losses["all"] for r in reports) / examples
             row["seconds"] = round((now - self._settled_at) / len(rounds), 6)
             for each in awaited:
                 for client, why in each.flaws().items():

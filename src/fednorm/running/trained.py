@@ -14,7 +14,7 @@ from torch import nn
 from fednorm.core.state import Tree
 from fednorm.data.client_names import client_number
 from fednorm.errors import CheckpointError, ConfigError, unknown
-from fednorm.running.evaluate import averaged, client_model, global_model
+from fednorm.running.evaluate import averaged, client_model, global_model, newcomer_model
 from fednorm.running.given import refuse_other_config
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store
@@ -56,6 +56,8 @@ def model_of(plan: Plan, store: Store, client: int | str | None = None, which: W
     phase = plan.evaluated(stage)
     if number is None or plan.method.data == "union":
         state = global_model(plan, phase, server, store)
+    elif number in plan.federation.unseen:
+        state = newcomer_model(plan, phase, global_model(plan, phase, server, store), number)
     else:
         state = client_model(plan, phase, server, store, number, averaged(plan, phase, store))
     return {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}

@@ -22,7 +22,7 @@ from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.phase_program import FINE, LOSSES, NOT_FINITE, LogCopy, PhaseProgram, named, unnamed
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
-from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix
+from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix, aligned
 from fednorm.engines.stack.ways import Ways
 from fednorm.halves.exchange import Exchange
 from fednorm.halves.prepared_phase import PreparedPhase
@@ -179,8 +179,10 @@ class DeviceStack:
         self._remembered = [frozenset[str]() for _ in runs]
         self._asked: Counter[Work] = Counter()
         self._upcoming = [Upcoming(sites.batches) for sites in runs]
-        self._state = named("server", self._layouts["server"].pack(stack_trees(servers)))
-        self._state |= named("initial", {name: flat.clone() for name, flat in unnamed("server", self._state).items()})
+        first = self._layouts["server"].pack(stack_trees(servers))
+        self._state = {
+            name: aligned(flat) for prefix in ("server", "initial") for name, flat in named(prefix, first).items()
+        }
         self._state |= named("local", self._blank_clients())
 
     def _blank_clients(self) -> dict[str, torch.Tensor]:

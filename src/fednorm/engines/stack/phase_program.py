@@ -22,7 +22,7 @@ from fednorm.engines.stack.attributes import unchanged
 from fednorm.engines.stack.gather import Gather
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.program import Program, Rows
-from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned
+from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows
 from fednorm.engines.stack.ways import Way
 from fednorm.halves.merging import cannot_be_negative, merge_stack
 from fednorm.halves.prepared_phase import CARRIED, PreparedPhase, Source, source_of
@@ -203,16 +203,16 @@ class PhaseProgram:
         """What the clients start from: the server's entries, their own, or fresh ones, as the policies say."""
         used = {self._source(key) for key in self.schema}
         rows = {
-            Source.SERVER: self._of_runs("server", state) if Source.SERVER in used else {},
+            Source.SERVER: self._for_clients("server", state) if Source.SERVER in used else {},
             Source.OWN: self._of_clients(state) if Source.OWN in used else {},
-            Source.INITIAL: self._of_runs("initial", state) if Source.INITIAL in used else {},
+            Source.INITIAL: self._for_clients("initial", state) if Source.INITIAL in used else {},
         }
 
         def join(keys: list[str]) -> Tensor:
             parts: list[Tensor] = []
             for source, found in rows.items():
                 if group := [found[key] for key in keys if self._source(key) is source]:
-                    parts.append(self._for_each_client(torch.cat(group, 1)))
+                    parts.append(torch.cat(group, 1).expand(self.rows, -1))
             if blank := [self.schema[key][0] for key in keys if self._source(key) is Source.ZEROS]:
                 width = sum(entry.size for entry in blank)
                 parts.append(torch.zeros(self.rows, width, dtype=blank[0].dtype, device=self.sites.device))
@@ -235,11 +235,14 @@ class PhaseProgram:
         flats = {name: flat.index_select(0, state["client_rows"]) for name, flat in unnamed("local", state).items()}
         return self._layouts["local"].rows(flats)
 
-    def _for_each_client(self, rows: Tensor) -> Tensor:
-        """Rows of runs as rows of their clients; rows of clients as they are."""
-        if len(rows) == self.rows:
-            return rows
-        return rows.unsqueeze(1).expand(self.runs, self.clients, -1).reshape(self.rows, -1)
+    def _for_clients(self, prefix: str, state: Tree) -> Tree:
+        """The same with a row for each client; of a single run its one row, which serves them all."""
+        if self.runs == 1:
+            return self._of_runs(prefix, state)
+        # Rows that begin at any address would cost every kernel that reads them its wide words.
+        own = state["runs"].unsqueeze(1).expand(-1, self.clients).reshape(-1)
+        flats = {name: aligned_rows(flat, own) for name, flat in unnamed(prefix, state).items()}
+        return self._layouts["server"].rows(flats)
 
     def _start(self, state: Tree) -> tuple[Tree, Rows]:
         new: Tree = {"step": torch.zeros_like(state["step"])}
