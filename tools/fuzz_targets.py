@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 import fednorm
-from fednorm.core.expression import parse_term
+from fednorm.core.expression import parse_term, parse_terms
 from fednorm.core.report import Report
 from fednorm.core.state import model_state
 from fednorm.data.from_files.file_set import FileOptions
@@ -114,6 +114,16 @@ def _toml(folder: Path) -> Target:
     return Target([plain.encode(), small.encode()], _file(path, read), words)
 
 
+EXPRESSION_WORDS = [b"(", b")", b"+", b"=", b"'", b",", b"__", b"lambda", *NUMBERS]
+
+
+def _grammar(folder: Path) -> Target:
+    def read(data: bytes) -> Any:
+        return parse_terms(data.decode(errors="replace"), "method", "fixbn(at=0.5)")
+
+    return Target([b"fedprox(mu=0.01)+gn(groups=2)", b"a(b=[1, 'x'], c=None)+d", b"f(x=-1e-5)"], read, EXPRESSION_WORDS)
+
+
 def _expression(folder: Path) -> Target:
     seeds = [name.encode() for name in known_methods()]
     seeds += [b"fedprox(mu=0.01)+gn(groups=2)", b"dirichlet(alpha=0.1)", b"mlp_bn(width=16)", b"fixbn(at=0.5)"]
@@ -125,7 +135,7 @@ def _expression(folder: Path) -> Target:
             find_partition(term.name, term.options)
         return parse(text)
 
-    return Target(seeds, read, [b"(", b")", b"+", b"=", b"'", b",", b"__", b"lambda", *NUMBERS])
+    return Target(seeds, read, EXPRESSION_WORDS)
 
 
 def _net() -> nn.Module:
@@ -264,6 +274,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "config": _config,
     "result": _result,
     "toml": _toml,
+    "grammar": _grammar,
     "expression": _expression,
     "safetensors": _safetensors,
     "wire": _wire,
