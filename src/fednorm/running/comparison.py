@@ -22,6 +22,7 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import find_device, refuse_ranks
 from fednorm.errors import ConfigError
+from fednorm.files import refuse_links
 from fednorm.methods import parse
 from fednorm.running.api import described
 from fednorm.running.cells import Cell, cells_in, packs, play_cells
@@ -138,6 +139,7 @@ def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_r
     data = read_stored(folder).get("given_data")  # whoever made the cells compared them
     with folder.locked():
         for cell in cells:
+            refuse_links(cell.folder.path)
             expected = stored_config(cell.config, cell.objects, data)
             if not cell.folder.config.exists():
                 cell.folder.create(expected)

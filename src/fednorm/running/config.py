@@ -78,6 +78,8 @@ class TrainConfig:
     """whether the momentum of sgd is Nesterov's"""
     lr: float = 0.05
     """learning rate of the first round"""
+    head_lr: float | None = None
+    """learning rate of the head: the last layer, or all but the backbone in models that have one; default: train.lr"""
     momentum: float = 0.9
     """momentum of SGD"""
     weight_decay: float = 0.0
@@ -106,6 +108,8 @@ class EvalConfig:
     """examples scored at once"""
     max_clients: int = 1000
     """score the own models of at most this many clients: a sample drawn by the seed, which the result says"""
+    average: Literal["all", "last_cohort"] = "all"
+    """whose local state is averaged for the pooled score and for newcomers: all clients', or those of the last round"""
     probes: tuple[str, ...] = ()
     """quantities to record of each client's last step, such as grad-norm"""
     probe_every: int = 1
@@ -222,6 +226,7 @@ def _check_ranges(config: RunConfig) -> None:
         "train.local_epochs": (train.local_epochs, 1),
         "train.batch_size": (train.batch_size, 1),
         "train.lr": (train.lr, 0),
+        "train.head_lr": (train.head_lr, 0),
         "train.momentum": (train.momentum, 0),
         "train.weight_decay": (train.weight_decay, 0),
         "data.clients": (data.clients, 1),

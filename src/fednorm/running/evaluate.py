@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ def scored(plan: Plan, clients: Sequence[int]) -> tuple[Sequence[int], dict[str,
     return [clients[index] for index in chosen], {"sample": f"{most} of {len(clients)} clients"}
 
 
-def averaged(plan: Plan, phase: PreparedPhase, store: Store) -> Tree:
-    """What a newcomer gets of entries that clients keep: their mean, as the method says."""
-    return averaged_local([phase.schema[key][0] for key in phase.kept], plan.method.newcomer, store)
+def averaged(plan: Plan, phase: PreparedPhase, store: Store, clients: Collection[int] | None = None) -> Tree:
+    """What a newcomer gets of entries that clients keep: their mean, as the method says, over these or all clients."""
+    return averaged_local([phase.schema[key][0] for key in phase.kept], plan.method.newcomer, store, clients)
 
 
 def client_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store, client: int, fallback: Tree) -> Tree:
@@ -55,9 +55,11 @@ def newcomer_model(plan: Plan, phase: PreparedPhase, given: Tree, client: int) -
     return rule.from_data(plan.step_spec(phase.passes[-1]), given, _own_batches(plan, client))
 
 
-def global_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Tree:
+def global_model(
+    plan: Plan, phase: PreparedPhase, server: Tree, store: Store, clients: Collection[int] | None = None
+) -> Tree:
     """The one model of all: shared entries from the server, the clients' mean of what they keep local."""
-    return phase.start(server, averaged(plan, phase, store), plan.device)
+    return phase.start(server, averaged(plan, phase, store, clients), plan.device)
 
 
 def _own_batches(plan: Plan, client: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -104,11 +106,13 @@ def over_clients(task: AnyTask, each: Mapping[int, Mapping[str, Any]]) -> dict[s
     }
 
 
-def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Scores:
-    """All protocols that apply to the method and the data."""
+def evaluate(
+    plan: Plan, phase: PreparedPhase, server: Tree, store: Store, clients: Collection[int] | None = None
+) -> Scores:
+    """All protocols that apply to the method and the data; local state is averaged over these clients, or over all."""
     federation = plan.federation
     test = federation.tests
-    average = averaged(plan, phase, store)
+    average = averaged(plan, phase, store, clients)
     newcomer = phase.start(server, average, plan.device)
     personal = plan.method.data == "each" and bool(average)
     own_weights = Kind.WEIGHT in {phase.schema[key][0].kind for key in average}
@@ -144,7 +148,8 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
         result["pooled"] = mean_over(owners, test, [everything] * len(owners), model_of, about)
         result["pooled"]["how"] = "mean over the clients' own models"
     else:
-        how = "averaged local state" if average else "global model"
+        whose = "averaged local state" if clients is None else "averaged local state of the last cohort"
+        how = whose if average else "global model"
         result["pooled"] = {**plan.task.summary(plan.scorer.rows(newcomer, test)), "how": how}
     if federation.domains:
         sums = {name: plan.scorer.rows(newcomer, test, rows) for name, rows in federation.domains.items()}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fednorm.errors import ConfigError, LockedError
-from fednorm.files import disk_errors, json_text, safe_name, write_json, written_whole
+from fednorm.files import disk_errors, json_text, open_plain, safe_name, write_json, written_whole
 from fednorm.running.environment import environment
 from fednorm.running.records import RoundRow, as_written
 from fednorm.running.sealed import sealed
@@ -83,7 +83,7 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Hold the folder; a lock dies with its process, so nothing stale is left behind."""
         with disk_errors(self.path):
-            file = (self.path / ".lock").open("a+")
+            file = os.fdopen(open_plain(self.path / ".lock", os.O_RDWR | os.O_CREAT), "r+")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +106,7 @@ class RunFolder:
             file.writelines(_line(row) for row in rows)
         with disk_errors(self.metrics):
             # Without a buffer: a line that did not fit would be tried again, and fail again, when the file is closed.
-            file = self.metrics.open("ab", buffering=0)
+            file = os.fdopen(open_plain(self.metrics, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
         def add(row: RoundRow) -> None:
             with disk_errors(self.metrics):

@@ -77,8 +77,8 @@ class ProtocolScores(TypedDict, total=False):
     per_domain: dict[str, float]
     """the metric of each domain, by its name"""
     how: str
-    """`pooled`: what was tested, "global model", "averaged local state" or "mean over the clients' own models";
-    `unseen`: where a newcomer's statistics come from"""
+    """`pooled`: what was tested, "global model", "averaged local state", "averaged local state of the last cohort" (see
+    eval.average) or "mean over the clients' own models"; `unseen`: where a newcomer's statistics come from"""
     sample: str
     """present where only some clients were scored: how many of how many"""
 

@@ -15,7 +15,7 @@ from fednorm.core.task import AnyTask
 from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import refuse_ranks
-from fednorm.errors import CheckpointError
+from fednorm.errors import CheckpointError, visible
 from fednorm.running.api import resume_folder
 from fednorm.running.comparison import cells_of, play_comparison
 from fednorm.running.config import updated
@@ -99,7 +99,7 @@ def _lengthen(
         for longer in found:
             _write(longer, run)
     for note in dict.fromkeys(longer.note for longer in found if longer.reasons):
-        print(f"note: {note}", file=sys.stderr)
+        print(visible(f"note: {note}"), file=sys.stderr)
 
 
 def _write(longer: Lengthening, held: RunFolder) -> None:

@@ -14,6 +14,7 @@ from fednorm.engines.ranks import Alone
 from fednorm.errors import FednormError
 from fednorm.halves.exchange import diverged
 from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.running.cohorts import averaged_clients
 from fednorm.running.config import to_dict
 from fednorm.running.evaluate import Scores, evaluate, metric_facts
 from fednorm.running.failing import WorldServer
@@ -145,7 +146,8 @@ class Run:
     def _scores(self, phase: PreparedPhase) -> Scores:
         self._bring_home()
         self.ranks.collect(self.store)
-        scores = evaluate(self.plan, phase, self.server.tree, self.store) if self.ranks.first else {}
+        clients = averaged_clients(self.plan, self.server.row["round"])
+        scores = evaluate(self.plan, phase, self.server.tree, self.store, clients) if self.ranks.first else {}
         if self.plan.config.keep == "best" and self.ranks.tell_first(lambda: self.keeper.is_best(scores)):
             self.keeper.keep_best(self.server.row["round"], self.server.stage, self.server.tree, scores)
         return scores

@@ -19,6 +19,7 @@ import torch
 
 from fednorm.core.state import Tree, tree_bytes
 from fednorm.errors import CheckpointError
+from fednorm.files import refuse_links
 from fednorm.halves.mine import ClientState
 from fednorm.halves.state_bytes import (
     RecordLayout,
@@ -62,6 +63,8 @@ class Store:
         self._changed: dict[int, ClientState] = {}
         self._cached: OrderedDict[int, ClientState] = OrderedDict()
         self._cached_bytes = 0
+        if path:  # SQLite itself would follow links, also of the files that it keeps beside this one
+            refuse_links(path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal")))
         with reading(self._name), writing(self._name):
             self._db = open_file(path, self._name, begun)
             try:
