@@ -32,7 +32,7 @@ from fednorm.errors import FednormError
 
 SHARES = {"grammar": 0.45, "wire": 0.2, "idx": 0.1, "safetensors": 0.08, "config": 0.05, "toml": 0.04}
 SHARES |= {"expression": 0.03, "csv": 0.015, "npz": 0.01, "packed": 0.01, "mat": 0.01, "libsvm": 0.005, "result": 0.01}
-SHARES |= {"store": 0.002}
+SHARES |= {"store": 0.002, "image": 0.01, "parquet": 0.005}
 HANG_SECONDS = 10
 MEMORY = 4 << 30
 """Bytes that reading may take beyond what the process has when it begins."""

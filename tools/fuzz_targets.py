@@ -30,6 +30,7 @@ from fednorm.data.from_files.table import read_table
 from fednorm.data.partition import find_partition
 from fednorm.data.readers.digits import read_libsvm, read_mat
 from fednorm.data.readers.idx import read_idx
+from fednorm.data.readers.images import read_image
 from fednorm.data.readers.packed import read_archive
 from fednorm.errors import FednormError
 from fednorm.halves import wire
@@ -209,7 +210,7 @@ def _idx(folder: Path) -> Target:
         path.unlink(missing_ok=True)
         path.with_suffix(".gz").unlink(missing_ok=True)
         (path.with_suffix(".gz") if packed else path).write_bytes(data)
-        return read_idx(path)
+        return read_idx(path, 3)
 
     words = [b"\xff\xff\xff\xff", b"\x80\0\0\0", b"\x7f\xff\xff\xff"]
     return Target([plain, plain, gzip.compress(plain)], read, words)
@@ -262,6 +263,30 @@ def _libsvm(folder: Path) -> Target:
     return Target([line, b"1 1:-1\n2 2:1\n", bz2.compress(line)], read, [b":", b"nan", b"257:", *NUMBERS])
 
 
+def _image(folder: Path) -> Target:
+    from PIL import Image
+
+    path, seeds = folder / "a.png", []
+    picture = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+    for kind in ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM"):
+        buffer = io.BytesIO()
+        picture.save(buffer, kind)
+        seeds.append(buffer.getvalue())
+    return Target(seeds, _file(path, lambda: read_image(path, (8, 8))), [b"%!PS-Adobe", b"IDAT", b"\xff\xd8\xff"])
+
+
+def _parquet(folder: Path) -> Target:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = folder / "a.parquet"
+    table = pyarrow.table({"age": [31, 45, 28], "site": ["a", "b", "a"], "y": [0, 1, 1]})
+    pyarrow.parquet.write_table(table, path)
+    options = FileOptions(target="y", client="site")
+    read = _file(path, lambda: read_table(Source("table", path), options))
+    return Target([path.read_bytes()], read, [b"PAR1", b"\xff\xff\xff\xff", b"\0\0\0\0"])
+
+
 def _csv(folder: Path) -> Target:
     path = folder / "a.csv"
     text = b'age,sex,"name, full",site,y\n31,m,"a ""b""",1,0\n45,f,c,2,1\n28,m,c,1,1\n'
@@ -285,4 +310,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "mat": _mat,
     "libsvm": _libsvm,
     "csv": _csv,
+    "image": _image,
+    "parquet": _parquet,
 }

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -147,18 +147,25 @@ def read_parquet(path: Path) -> Table:
     try:
         # One file, whatever the folders around it are called.
         stored = parquet.ParquetFile(str(path)).read()
-    except (arrow.ArrowException, OSError, ValueError) as error:
+        problems: list[str] = []
+        _check_names(stored.column_names, path, problems)
+        refuse(problems, f"table:{path}")
+        columns = {
+            name: _parquet_column(name, column)
+            for name, column in zip(stored.column_names, stored.columns, strict=True)
+        }
+    except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        # Texts are looked at only when they are taken out, and then may turn out to be none.
         raise ConfigError(f"'{path}' is not a readable Parquet file ({first_line(error)}); write it again") from None
-    problems: list[str] = []
-    _check_names(stored.column_names, path, problems)
-    refuse(problems, f"table:{path}")
-    columns: dict[str, Column] = {}
-    for name, column in zip(stored.column_names, stored.columns, strict=True):
-        kind, types = column.type, arrow.types
-        if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
-            numbers = np.array([np.nan if each is None else float(each) for each in column.to_pylist()])
-            columns[name] = Column(name, "whole" if types.is_integer(kind) else "number", numbers)
-        else:
-            texts = ["" if each is None else str(each) for each in column.to_pylist()]
-            columns[name] = Column(name, "text", np.array(texts, dtype=object))
     return Table(path, columns, None)
+
+
+def _parquet_column(name: str, column: Any) -> Column:
+    from pyarrow import types
+
+    kind = column.type
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        numbers = np.array([np.nan if each is None else float(each) for each in column.to_pylist()])
+        return Column(name, "whole" if types.is_integer(kind) else "number", numbers)
+    texts = ["" if each is None else str(each) for each in column.to_pylist()]
+    return Column(name, "text", np.array(texts, dtype=object))
