@@ -91,7 +91,7 @@ class TrainConfig:
     warmup: float = 0.0
     """rounds in which the learning rate rises to what the schedule says, or a share of all rounds below 1"""
     augment: str = "none"
-    """augmentation of training batches: none, flip, crop(2)+flip"""
+    """augmentation of training batches: none, flip, crop(2)+flip, resized_crop(low=0.08,high=1)+flip, rotate, window"""
     weights: Literal["size", "uniform"] = "size"
     """weights of the clients in the average"""
     dtype: Literal["float32", "float64"] = "float32"

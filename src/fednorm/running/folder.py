@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -117,7 +118,10 @@ class RunFolder:
 
 
 def _line(row: RoundRow) -> str:
-    return json_text(as_written(row)) + "\n"
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError:  # it has numbers that are not finite; to look for them in every row would take longer
+        return json_text(as_written(row)) + "\n"
 
 
 def _write_all(file: io.RawIOBase, line: bytes) -> None:

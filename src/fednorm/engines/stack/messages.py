@@ -13,7 +13,7 @@ from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.halves.exchange import Exchange
 from fednorm.halves.prepared_phase import PreparedPhase
 
-_AHEAD = 64
+_AHEAD = 256
 """Steps whose batches are drawn at once."""
 _MOST_NUMBERS = 1 << 22
 """Numbers of messages that are made at once, a share of the host's memory that nobody misses."""
@@ -127,13 +127,14 @@ class Messages:
         self._runs, self._begun, self._sent = [member.run for member in members], list(tasks), -1
 
     def _many(self, program: PhaseProgram, members: Sequence[Member], tasks: Sequence[Assignment]) -> int:
-        """How many exchanges are looked ahead to: one where clients may change, or batches differ in size."""
+        """How many exchanges are made ready: one where clients may change, else those whose batches have one size."""
         each = list(zip(members, tasks, strict=True))
         if any(len(task.clients) != len(member.batches.pool.clients) for member, task in each):
             return 1
-        count = max(1, min(_AHEAD // program.steps, _MOST_NUMBERS // program.message_size))
-        sizes = set[int]()
-        for member, task in each:
-            for client, first in zip(task.clients, task.firsts, strict=True):
-                sizes |= member.batches.stream(client).sizes(first, count * program.steps)
-        return count if len(sizes) == 1 else 1
+        streams = [
+            (member.batches.stream(client), first)
+            for member, task in each
+            for client, first in zip(task.clients, task.firsts, strict=True)
+        ]
+        steps = min(_AHEAD, *(stream.alike_from(first, _AHEAD) for stream, first in streams))
+        return max(1, min(steps // program.steps, _MOST_NUMBERS // program.message_size))
