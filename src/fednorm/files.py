@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -49,6 +50,12 @@ def draft_of(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
+def free_bytes(path: Path) -> str:
+    """How much its disk has left, for an error."""
+    there = next((each for each in (path, *path.parents) if each.exists()), Path())
+    return f"{shutil.disk_usage(there).free:,} bytes are free"
+
+
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn a full or refusing disk into one line and exit code 5, and a place that cannot be into exit code 2.
@@ -59,7 +66,10 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise DiskError(f"'{path}' cannot be written: {error.strerror}; free some space and resume") from error
+            full = f" ({free_bytes(path)})" if error.errno == errno.ENOSPC else ""
+            raise DiskError(
+                f"'{path}' cannot be written: {error.strerror}{full}; free some space and resume"
+            ) from error
         if error.errno in _NO_PLACE:
             raise ConfigError(f"'{path}' cannot be written: {error.strerror}; choose another place") from None
         raise
