@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
+from fednorm.core.expression import literal, parse_term
 from fednorm.core.state import Kind, digest, entries, model_state
 from fednorm.errors import ConfigError
 from fednorm.models import MODELS, ModelInfo, ResidualBlock, build, list_models, register_model
+from fednorm.models.calling import call_factory
 from fednorm.models.cnn import map_side
 
 # name, arguments of build, parameters, BatchNorm layers, affine values, statistic values
@@ -153,6 +155,24 @@ def test_listing():
     assert [name for name, info in MODELS.items() if info.task == "segmentation"] == ["deeplabv3plus"]
     assert MODELS["resnet18"].options == ("stem",)
     assert MODELS["small_resnet"].options == ()
+
+
+def test_none_is_a_word_where_an_option_takes_words():
+    term = parse_term("lenet_cnn(norm=none)", "model", "")
+    plain = build(term.name, **term.options)
+    assert sum(p.numel() for p in plain.parameters()) == 89_578
+    assert digest(model_state(plain)) == digest(model_state(build("lenet_cnn", norm="none")))
+
+    def untyped(num_classes, norm="batch"):
+        assert norm == "none"
+        return nn.Linear(1, num_classes)
+
+    def optional(num_classes, norm: str | None = "batch"):
+        assert norm is None
+        return nn.Linear(1, num_classes)
+
+    for factory in (untyped, optional):
+        assert call_factory("own", factory, {"num_classes": 3}, {"norm": literal("none")}).out_features == 3
 
 
 def test_a_name_is_registered_once():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fednorm.cli.output import print_json, size_text
+from fednorm.cli.output import echo, print_json, size_text
 from fednorm.cli.play import place_of, refuse_watchers
 from fednorm.cli.settings import Asked
 from fednorm.running.config import updated
@@ -41,28 +41,28 @@ def print_preview(asked: Asked, methods: list[str], comparison: bool = False) ->
     _print_config(found[0]["config"], single=len(methods) == 1)
     from fednorm.data.summary import table
 
-    print(f"\n{table(found[0]['clients'])}\n")
+    echo(f"\n{table(found[0]['clients'])}\n")
     for line in found[0]["data_notes"]:
-        print(f"data: {line}")
+        echo(f"data: {line}")
     for method, each in zip(methods, found, strict=True):
         for line in each["bytes_per_client"]:
             # The last exchanges are with all clients, whoever takes part in a round.
             in_round = isinstance(line["stage"], int)
             who = f"each of {each['clients_per_round']} clients" if in_round else "every client"
-            print(
+            echo(
                 f"{method}, {line['when']}, {line['phase']}: {who} sends {size_text(line['up'])} and receives "
                 f"{size_text(line['down'])}{' a round' if in_round else ''}"
             )
         for note in each["notes"]:
-            print(f"{method}: {note}")
+            echo(f"{method}: {note}")
     runs = len(methods) * len(asked.seeds)
-    print(f"estimated time: {duration(seconds)} for {runs} run{'s' if runs > 1 else ''}; nothing was written")
+    echo(f"estimated time: {duration(seconds)} for {runs} run{'s' if runs > 1 else ''}; nothing was written")
 
 
 def _print_config(config: dict[str, Any], single: bool) -> None:
     from fednorm.running.recipe import to_toml
 
-    print(to_toml(config if single else {key: value for key, value in config.items() if key != "method"}))
+    echo(to_toml(config if single else {key: value for key, value in config.items() if key != "method"}))
 
 
 def duration(seconds: float) -> str:

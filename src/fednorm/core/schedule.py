@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 
 from fednorm.core.expression import parse_term
@@ -33,26 +35,31 @@ def lr_factor(schedule: str, round: int, rounds: int) -> float:
     >>> lr_factor("step(factor=0.5,at=0.25)", 3, 8)
     0.5
     """
+    return _rule(schedule)(round, rounds)
+
+
+@lru_cache(maxsize=64)
+def _rule(schedule: str) -> Callable[[int, int], float]:
+    """A schedule as a function of the round and the number of rounds, read once: every round of a run asks for it."""
     term = parse_term(schedule, "schedule", "step(factor=0.1,at=0.5/0.75)")
-    done = (round - 1) / rounds
     if term.name not in _NAMES:
         raise unknown("schedule", term.name, _NAMES)
     known: set[str] = {"factor", "at"} if term.name == "step" else set()
     for option in term.options.keys() - known:
         raise unknown(f"option of schedule '{term.name}'", option, known)
     if term.name == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * done))
+        return lambda round, rounds: 0.5 * (1 + math.cos(math.pi * ((round - 1) / rounds)))
     if term.name == "linear":
-        return 1 - done
+        return lambda round, rounds: 1 - (round - 1) / rounds
     if term.name == "constant":
-        return 1.0
+        return lambda round, rounds: 1.0
     try:
         marks = [float(mark) for mark in str(term.options.get("at", "0.5/0.75")).split("/")]
         factor = float(term.options.get("factor", 0.1))
     except ValueError:
         raise ConfigError(f"schedule '{schedule}' needs numbers, as in step(factor=0.1,at=0.5/0.75)") from None
     _check_step(schedule, marks, factor)
-    return factor ** sum(round > max(1, last_round(mark, rounds)) for mark in marks)
+    return lambda round, rounds: factor ** sum(round > max(1, last_round(mark, rounds)) for mark in marks)
 
 
 def warmup_factor(warmup: float, round: int, rounds: int) -> float:

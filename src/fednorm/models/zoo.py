@@ -21,80 +21,20 @@ from fednorm.models.calling import call_factory
 
 # A model's name may come from a file of somebody else's, and some options of these libraries read files or fetch them:
 # only those that shape the network, or regularise it, are passed on.
-_TIMM_OPTIONS = frozenset(
-    [
-        "act_layer",
-        "attn_drop_rate",
-        "avg_down",
-        "base_width",
-        "cardinality",
-        "class_token",
-        "conv_stem",
-        "depth",
-        "depths",
-        "drop_block_rate",
-        "drop_path_rate",
-        "drop_rate",
-        "dynamic_img_size",
-        "embed_dim",
-        "fc_norm",
-        "global_pool",
-        "head_hidden_size",
-        "head_init_scale",
-        "img_size",
-        "in_chans",
-        "init_values",
-        "layers",
-        "ls_init_value",
-        "mlp_ratio",
-        "no_embed_class",
-        "norm_layer",
-        "num_classes",
-        "num_features",
-        "num_heads",
-        "output_stride",
-        "patch_size",
-        "pos_drop_rate",
-        "pos_embed",
-        "pre_norm",
-        "proj_drop_rate",
-        "qk_norm",
-        "qkv_bias",
-        "reg_tokens",
-        "replace_stem_pool",
-        "stem_size",
-        "stem_type",
-        "stem_width",
-        "strict_img_size",
-        "swiglu_mlp",
-        "width",
-        "window_size",
-        "zero_init_last",
-    ]
-)
-_TORCHVISION_OPTIONS = frozenset(
-    [
-        "attention_dropout",
-        "aux_logits",
-        "bn_size",
-        "drop_rate",
-        "dropout",
-        "groups",
-        "growth_rate",
-        "image_size",
-        "init_weights",
-        "memory_efficient",
-        "num_classes",
-        "patch_size",
-        "representation_size",
-        "stochastic_depth_prob",
-        "transform_input",
-        "version",
-        "width_mult",
-        "width_per_group",
-        "zero_init_residual",
-    ]
-)
+_TIMM_OPTIONS = frozenset({
+    "act_layer", "attn_drop_rate", "avg_down", "base_width", "cardinality", "class_token", "conv_stem", "depth",
+    "depths", "drop_block_rate", "drop_path_rate", "drop_rate", "dynamic_img_size", "embed_dim", "fc_norm",
+    "global_pool", "head_hidden_size", "head_init_scale", "img_size", "in_chans", "init_values", "layers",
+    "ls_init_value", "mlp_ratio", "no_embed_class", "norm_layer", "num_classes", "num_features", "num_heads",
+    "output_stride", "patch_size", "pos_drop_rate", "pos_embed", "pre_norm", "proj_drop_rate", "qk_norm", "qkv_bias",
+    "reg_tokens", "replace_stem_pool", "stem_size", "stem_type", "stem_width", "strict_img_size", "swiglu_mlp",
+    "width", "window_size", "zero_init_last",
+})  # fmt: skip
+_TORCHVISION_OPTIONS = frozenset({
+    "attention_dropout", "aux_logits", "bn_size", "drop_rate", "dropout", "groups", "growth_rate", "image_size",
+    "init_weights", "memory_efficient", "num_classes", "patch_size", "representation_size", "stochastic_depth_prob",
+    "transform_input", "version", "width_mult", "width_per_group", "zero_init_residual",
+})  # fmt: skip
 OLDEST_TIMM = (1, 0, 26)
 """The first that reads checkpoints without running what is in them, should one ever get there."""
 

@@ -147,6 +147,7 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         val_fraction=config.data.val_fraction,
         optimizer=with_nesterov(train.optimizer) if train.nesterov else train.optimizer,
         lr=train.lr,
+        head_lr=train.head_lr,
         momentum=train.momentum,
         weight_decay=train.weight_decay,
         decay_vectors=train.decay_vectors,

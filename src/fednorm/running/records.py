@@ -21,7 +21,7 @@ ROW_HISTORY = {
 RESULT_VERSION = 1
 RESULT_HISTORY = {
     0: "files without `version`; read as version 1",
-    1: "`version`, `runs` and `table`",
+    1: "`version`, `runs` and `table`; since then also `made_from` and `sha256`, which older files lack",
 }
 
 
@@ -77,8 +77,8 @@ class ProtocolScores(TypedDict, total=False):
     per_domain: dict[str, float]
     """the metric of each domain, by its name"""
     how: str
-    """`pooled`: what was tested, "global model", "averaged local state" or "mean over the clients' own models";
-    `unseen`: where a newcomer's statistics come from"""
+    """`pooled`: what was tested, "global model", "averaged local state", "averaged local state of the last cohort" (see
+    eval.average) or "mean over the clients' own models"; `unseen`: where a newcomer's statistics come from"""
     sample: str
     """present where only some clients were scored: how many of how many"""
 
@@ -297,6 +297,15 @@ class TableLine(TypedDict):
     """seconds of all its runs"""
 
 
+class MadeFrom(TypedDict):
+    """What a result was computed from; one that is of something else is refused."""
+
+    config: str
+    """digest of config.json"""
+    state: NotRequired[str]
+    """digest of all that state.sqlite held; absent in a comparison, whose runs have theirs"""
+
+
 class ResultFile(TypedDict):
     """result.json of a run (one entry in `runs`) or of a comparison; `--json` prints it with `folder` added."""
 
@@ -306,6 +315,10 @@ class ResultFile(TypedDict):
     """every run, seed by seed and within a seed method by method"""
     table: list[TableLine]
     """one line a method"""
+    made_from: NotRequired[MadeFrom]
+    """what it was computed from; only in files"""
+    sha256: NotRequired[str]
+    """digest of all else in the file; only there"""
 
 
 OnRow = Callable[[RunId, RoundRow], None]

@@ -59,12 +59,12 @@ def find_experiment(id: str) -> Experiment:
 
 
 def method_label(key: str) -> str:
-    """What a paper calls a method.
+    """What a paper calls a method; a key that it does not have speaks for itself.
 
-    >>> method_label("fedavg_gn")
-    'FedAvg + GN'
+    >>> method_label("fedavg_gn"), method_label("fixbn + maintained momentum")
+    ('FedAvg + GN', 'fixbn + maintained momentum')
     """
-    return _stored()["methods"][key]
+    return _stored()["methods"].get(key, key)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 
 from fednorm.errors import ConfigError, unknown
 
-_KEYS = ("extends", "place", "seeds", "about", "run", "methods", "axes", "score", "figure", "variants", "quick")
+_KEYS = ("extends", "place", "seeds", "about", "run", "methods", "axes", "skip", "score", "figure", "variants", "quick")
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Score:
     """key of a setting whose value picks one domain of a run, or `average` for the mean of all"""
     names: Mapping[str, str] = field(default_factory=dict)
     """what the data call a domain, where the paper has another word"""
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    """what stands for a domain in a quick run, whose data have other ones"""
 
 
 @dataclass(frozen=True)
@@ -43,21 +45,29 @@ class StudyRecipe:
     seeds: tuple[int, ...] = (0, 1, 2)
     figure: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """other readings of the paper: fields they `set`, and what they are `about`"""
+    """other readings of the paper: fields they `set`, `methods` they change, and what they are `about`"""
+    skip: tuple[Mapping[str, list[str]], ...] = ()
+    """combinations that a figure does not have: values of `method` and of axes; what matches all of one is left out"""
     quick: Mapping[str, Any] = field(default_factory=dict)
     """fields set on top of all for a small version on embedded data"""
+    quick_axes: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    """of some axes, the values that a quick run has, with the fields they set; `quick.axes` in the file"""
 
 
 @cache
 def read_study_recipe(id: str) -> StudyRecipe:
     """The recipe of an experiment."""
-    tables = _tables(id)
+    whole = _tables(id)
+    tables = dict(whole)
     for key in tables:
         if key not in _KEYS:
             raise unknown(f"field of the recipe {id}", key, _KEYS)
     tables.pop("extends", None)
     tables["score"] = Score(**tables.get("score", {}))
     tables["seeds"] = tuple(tables.get("seeds", (0, 1, 2)))
+    tables["skip"] = tuple(tables.get("skip", ()))
+    tables["quick"] = {key: value for key, value in tables.get("quick", {}).items() if key != "axes"}
+    tables["quick_axes"] = whole.get("quick", {}).get("axes", {})
     return StudyRecipe(**{"run": {}, "methods": {}, "axes": {}, **tables})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -57,14 +57,23 @@ class Study:
     ) -> tuple[StudyCell, ...]:
         """The numbers to be had: of some methods or of all, of the main reading alone or of all readings."""
         for key in methods:
-            if key not in self.experiment.methods:
-                raise unknown(f"method of {self.id}", key, self.experiment.methods)
+            if key not in self.recipe.methods:
+                raise unknown(f"method of {self.id}", key, self.recipe.methods)
         readings = ["", *self.recipe.variants] if variants else [""]
         return tuple(
             self._cell(method, setting, published, reading, quick)
             for reading in readings
             for method, setting, published in self._published()
-            if not methods or method in methods
+            if (not methods or method in methods) and not self._left_out(method, setting, quick)
+        )
+
+    def _left_out(self, method: str, setting: Mapping[str, Any], quick: bool) -> bool:
+        """Whether a figure does not have a combination, or a quick run does not play it."""
+        told = {"method": method} | {key: _text(value) for key, value in setting.items()}
+        if any(all(told.get(key) in values for key, values in rule.items()) for rule in self.recipe.skip):
+            return True
+        return quick and any(
+            told[axis] not in values for axis, values in self.recipe.quick_axes.items() if axis in told
         )
 
     def _published(self) -> Iterator[tuple[str, Mapping[str, Any], PublishedCell | None]]:
@@ -73,7 +82,7 @@ class Study:
             yield from ((cell.method, cell.setting, cell) for cell in self.experiment.cells)
             return
         axes = self.recipe.axes
-        for method in self.experiment.methods:
+        for method in self.recipe.methods:
             for values in itertools.product(*axes.values()):
                 yield method, dict(zip(axes, values, strict=True)), None
 
@@ -93,12 +102,19 @@ class Study:
                 raise ConfigError(f"the recipe of {self.id} has no {axis}='{value}'; add it below [axes.{axis}]")
             fields |= recipe.axes[axis][value]
             expression = fields.pop("method", {}).get(method, expression)
-        fields |= recipe.variants[variant]["set"] if variant else {}
-        fields |= recipe.quick if quick else {}
+        reading = recipe.variants[variant] if variant else {}
+        expression = reading.get("methods", {}).get(method, expression)
+        fields |= reading.get("set", {})
+        if quick:
+            fields |= recipe.quick
+            for axis, values in recipe.quick_axes.items():
+                fields |= values.get(texts.get(axis, ""), {})
         # An expression may name an axis: fedwon(use_agc={agc}).
         name = parse(expression.format_map(texts)).name
         config = updated(from_dict(recipe.run), {**fields, "method": name})
-        return StudyCell(self.id, method, setting, variant, config, recipe.score, published, self._describing)
+        names = {**recipe.score.names, **recipe.score.stand_ins} if quick else recipe.score.names
+        score = replace(recipe.score, names=names)
+        return StudyCell(self.id, method, setting, variant, config, score, published, self._describing)
 
     @property
     def _describing(self) -> frozenset[str]:
