@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 TRITON := .triton
 TRITON_READY := $(TRITON)/.ready
 
-.PHONY: help demo test test-quick test-kernels lint format docs audit sbom lock clean
+.PHONY: help demo test test-quick test-kernels mutants lint format docs audit sbom lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,10 @@ test-kernels: $(READY) $(TRITON_READY)  ## the Triton kernels, one by one and in
 $(TRITON_READY): locks/triton.txt
 	$(BIN)/python $(LOCKED) --upgrade --target $(TRITON) -r locks/triton.txt
 	@touch $@
+
+mutants: $(READY)  ## put mistakes into the package, one by one, and see which the tests notice: hours (N=300 SEED=0)
+	$(BIN)/python tools/mutants.py map
+	$(BIN)/python tools/mutants.py run --number $(or $(N),300) --seed $(or $(SEED),0)
 
 lint: $(READY)  ## ruff and pyright
 	$(BIN)/ruff check .

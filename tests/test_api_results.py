@@ -197,6 +197,23 @@ def test_stop_ends_one_run_of_a_comparison(tmp_path: Path) -> None:
     assert resumed.runs[0]["digest"] == play("fedavg").runs[0]["digest"]
 
 
+def test_a_resumed_comparison_tells_of_all_its_runs(tmp_path: Path) -> None:
+    """Also of those that had ended before."""
+
+    def broken(run: RunId, row: RoundRow) -> None:
+        if run.method == "fedbn" and row["round"] == 2:
+            raise KeyboardInterrupt
+
+    whole = compare()
+    with pytest.raises(KeyboardInterrupt):
+        compare(out=tmp_path / "c", on_row=broken, **{"engine.name": "sequential"})
+    assert (tmp_path / "c" / "fedavg-seed0" / "result.json").exists()
+    resumed = fednorm.resume(tmp_path / "c", **GIVEN)
+    assert [run["digest"] for run in resumed.runs] == [run["digest"] for run in whole.runs]
+    read = fednorm.Result.load(tmp_path / "c", **GIVEN)
+    assert [(run["method"], run["rounds_done"]) for run in read.runs] == [("fedavg", 4), ("fedbn", 4)]
+
+
 @pytest.mark.slow
 def test_objects_go_to_processes_or_are_refused(tmp_path: Path) -> None:
     result = compare(jobs=2, on_row=stop_after(1, "fedavg"), **{"rounds": 300, "eval.every": 300})

@@ -106,6 +106,27 @@ def test_stack_operators_and_their_fusion_change_nothing(method: str, steps: int
     assert gap(reference, stayed) < 1e-10
 
 
+def test_vectors_are_spared_from_decay_on_the_device_too() -> None:
+    changes = {"train__weight_decay": 0.5, "rounds": 2, "model": tiny.conv_net(), "data": tiny.federation((8, 8, 8))}
+    spared, everything = (tiny.play(tiny.plan(train__decay_vectors=decays, **changes)) for decays in (False, True))
+    assert gap(spared, on_device("fedavg", train__decay_vectors=False, **changes)) < 1e-10
+    assert gap(spared, everything) > 1e-3
+
+
+def test_fewer_steps_than_an_epoch_are_the_last_epoch() -> None:
+    """FedBS weighs by the loss of the last epoch: of three steps of four, of the last two, and of the last one."""
+    data = tiny.federation((14, 7, 3))
+    changes = {"data": data, "rounds": 2, "train__local_steps": 3, "model": tiny.conv_net()}
+    reference, stayed = tiny.play(tiny.plan("fedbs", **changes)), on_device("fedbs", **changes)
+    assert ragged_programs(stayed)
+    assert gap(reference, stayed) < 1e-10
+    told = [report.losses for report in stayed.server.reports]
+    for losses, expected in zip(told, reference.server.reports, strict=True):
+        assert losses == pytest.approx(expected.losses, rel=1e-10)
+    assert told[0]["last_epoch"] == pytest.approx(told[0]["all"]) != told[0]["last_batch"]
+    assert told[2]["last_epoch"] == pytest.approx(told[2]["last_batch"]) != told[2]["all"]
+
+
 def test_checkpoints_come_at_the_rounds_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where rounds are settled in bursts."""
     committed: list[int] = []
@@ -119,6 +140,21 @@ def test_checkpoints_come_at_the_rounds_the_config_names(monkeypatch: pytest.Mon
     data = tiny.federation((8, 8, 8))
     on_device("fedavg", data=data, rounds=20, eval__every=20, engine__checkpoint_every=7)
     assert committed == [0, 7, 14, 20]
+
+
+def test_rounds_in_flight_are_committed_whole_when_a_run_stops() -> None:
+    """Whoever stops after a row finds later rounds played already; their rows are like all others."""
+    changes = {"rounds": 20, "eval__every": 20, "engine__checkpoint_every": 20, "engine__name": "stacked"}
+    made = tiny.plan(model=tiny.conv_net(), data=tiny.federation((8, 8, 8)), **changes)
+    run = Run(made, Store())
+    assert next(run.rounds())["round"] == 1
+    assert (run.round, len(run.unsettled)) == (2, 1)
+    run.stop()
+    first, second = run.store.rows()
+    assert first.keys() == second.keys()
+    assert all(row["seconds"] > 0 and row["train_loss"] > 0 for row in (first, second))
+    resumed = Run(made, run.store)
+    assert resumed.round == 2
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

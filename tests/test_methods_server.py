@@ -64,6 +64,25 @@ def test_i19_fedbs_switches_after_r_rounds_in_a_row_and_latches() -> None:
     assert stages("fedbs(eps=0.0)") == [0] * 6
 
 
+def test_i19_the_count_of_fedbs_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """Round 3 counts the losses that round 2 reported: they are in the checkpoint, as the count is."""
+
+    def made() -> Plan:
+        return tiny.plan("fedbs(eps=1e6,rounds=3)", rounds=5)
+
+    first = Store(tmp_path / "state.sqlite")
+    reports = tiny.play(made(), first, rounds=2).server.reports
+    first.close()
+    again = Store(tmp_path / "state.sqlite")
+    resumed = Run(made(), again)
+    assert resumed.round == 2
+    assert resumed.server.switch_memory == {"count": 1, "switched": False}
+    assert resumed.server.reports == reports
+    list(resumed.rounds())
+    assert [row["stage"] for row in again.rows()] == [0, 0, 0, 1, 1]
+    again.close()
+
+
 def test_i19_after_the_switch_fedbs_is_fedprox_with_equal_weights() -> None:
     made = tiny.plan("fedbs(eps=1e6,rounds=1,mu=0.5)", rounds=2)
     run, spy = spied(made)

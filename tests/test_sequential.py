@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,3 +43,34 @@ def test_how_many_clients_are_made_ready_together_changes_no_bit(
     at_once = tiny.fingerprint(tiny.play(tiny.plan("fedbn", model=model)))
     monkeypatch.setattr(training, limit, value)
     assert tiny.fingerprint(tiny.play(tiny.plan("fedbn", model=model))) == at_once
+
+
+class Foreign(nn.Module):
+    """A layer of another library, which may draw from torch's own generator: it tells how that was seeded."""
+
+    seeds: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seeds.append(torch.default_generator.initial_seed())
+        return x
+
+
+def test_torchs_own_generator_is_seeded_by_run_client_and_place() -> None:
+    def seeds(seed: int) -> list[int]:
+        made = tiny.plan(model=nn.Sequential(nn.Flatten(), Foreign(), nn.Linear(36, 3)).double(), seed=seed)
+        phase = made.phases[0]
+        jobs = [
+            made.job(phase, client, phase.start(made.initial(), {}, made.device), first)
+            for client in (0, 1)
+            for first in (0, 2)
+        ]
+        engine = SequentialEngine(made)
+        Foreign.seeds.clear()
+        list(engine.train(phase, made.numbers(phase.id, 1), jobs))
+        return Foreign.seeds[-8::2]  # two steps each, under one seed; what came before was a try
+
+    before = torch.default_generator.initial_seed()
+    found = seeds(0) + seeds(1)
+    assert len(set(found)) == 8
+    assert seeds(0) == found[:4]
+    assert torch.default_generator.initial_seed() == before

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import tiny
 from fednorm.core import rng
-from fednorm.data.augment import apply, augment, augment_with_mask, draws, parse
+from fednorm.data.augment import Augmentation, apply, augment, augment_with_mask, draws, parse
 from fednorm.data.augment_steps import crop_of
 from fednorm.errors import ConfigError
 from test_stacked import gap
@@ -96,6 +96,18 @@ def test_masks_move_with_their_images():
     assert torch.equal(out[:, 0], mask)
     _, filled = augment_with_mask(x, x[:, 0], rng.key(5), "crop(2)", mask_fill=255)
     assert torch.equal((filled == 255), augment(x, rng.key(5), "crop(2)")[:, 0] == 0)
+
+
+@pytest.mark.parametrize("spec", ["crop(3)+rotate(45)", "rotate(45)+crop(3)", "rotate(45)+window(6)+flip+crop(2)"])
+def test_a_chain_is_its_steps_one_after_the_other(spec):
+    """What one step left black stays so, though a later one may turn it back to where the image was."""
+    x, chain = images(batch=40), parse(spec)
+    drawn = draws(rng.key(5), x.shape, chain)
+    step_by_step = x
+    for place, step in enumerate(chain.steps):
+        step_by_step = apply(step_by_step, None, drawn[:, place : place + 1], Augmentation((step,)))[0]
+    assert torch.equal(apply(x, None, drawn, chain)[0], step_by_step)
+    assert bool((step_by_step == 0).any())
 
 
 def test_window_lies_inside_and_pads_what_is_too_small():

@@ -74,6 +74,17 @@ def test_training_and_validation_rows_part_the_data(fraction: float) -> None:
         assert batches.num_examples(client) == len(train)
 
 
+def test_which_rows_validate_hangs_on_client_and_seed() -> None:
+    data = tiny.federation((40, 40))
+    held = {
+        (client, seed): tuple((make(data, seed=seed, val_fraction=0.25).split(client)[1] - 40 * client).tolist())
+        for client in (0, 1)
+        for seed in (0, 1)
+    }
+    assert len(set(held.values())) == 4
+    assert all(len(rows) == 10 and list(rows) == sorted(rows) for rows in held.values())
+
+
 def test_the_union_has_everybodys_training_rows() -> None:
     batches = make(val_fraction=0.25)
     expected = [row for client in range(3) for row in batches.split(client)[0].tolist()]

@@ -6,6 +6,7 @@ import torch
 
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.readers.domains import DOMAINNET_CLASSES, held_out
+from fednorm.data.readers.images import read_images
 from fednorm.data.registry import DOMAINNET_DOMAINS, OFFICE_DOMAINS, PACS_DOMAINS
 from fednorm.data.verify import describe_dataset
 from fednorm.errors import ConfigError
@@ -136,6 +137,19 @@ def test_cityscapes_maps_label_ids_and_has_a_domain_per_city(tmp_path):
     (root / "gtFine/val/munster/munster_000000_000019_gtFine_labelIds.png").unlink()
     with pytest.raises(ConfigError, match=r"its mask .* is missing"):
         load_dataset("cityscapes", tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["L", "P"])
+def test_masks_that_are_resized_have_no_classes_in_between(tmp_path, mode):
+    """Halves of 0 and 200: a mask has them alone, in a half each, where an image is mixed at the border."""
+    halves = np.zeros((9, 9), dtype=np.uint8)
+    halves[:, 5:] = 200
+    Image.fromarray(halves).convert(mode).save(tmp_path / "mask.png")
+    (mask,) = read_images([tmp_path / "mask.png"], (4, 4), "L")
+    assert mask.tolist() == [[0, 0, 200, 200]] * 4
+    Image.fromarray(halves).save(tmp_path / "image.png")
+    (image,) = read_images([tmp_path / "image.png"], (4, 4))
+    assert set(image.unique().tolist()) - {0, 200}
 
 
 def test_camvid_folders_have_a_domain_per_sequence(tmp_path):

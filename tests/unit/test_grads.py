@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fednorm.core.method import Facts
+from fednorm.core.method import Facts, Method, Numbers, Rule
+from fednorm.core.state import Tree
 from fednorm.core.step import Carry
+from fednorm.pieces.changes import add_transform, chain
 from fednorm.pieces.grads import AdaptiveClip, ClipNorm, unit_norms
 
 FACTS = Facts(entries={}, head=frozenset({"head"}))
@@ -79,3 +81,24 @@ def test_clipping_the_whole_gradient_follows_torch(seed: int, scale: float) -> N
     for mine, tensor in zip(ours.values(), theirs, strict=True):
         assert tensor.grad is not None
         assert torch.allclose(mine, tensor.grad, rtol=1e-12, atol=0)
+
+
+def test_transforms_are_done_in_the_order_of_the_parts() -> None:
+    """Clipped to a norm of 1 and then doubled, not doubled and then clipped."""
+
+    def doubled(grads: Tree, carry: Carry, numbers: Numbers, facts: Facts) -> Tree:
+        return {key: 2 * value for key, value in grads.items()}
+
+    clip = add_transform(ClipNorm(), **{"clip.norm": 1.0})
+    both = chain(clip, add_transform(doubled))(Method()).phases[0].passes[0].rule
+    other = chain(add_transform(doubled), clip)(Method()).phases[0].passes[0].rule
+    assert (both.grads, other.grads) == ((ClipNorm(), doubled), (doubled, ClipNorm()))
+
+    def after(rule: Rule) -> list[float]:
+        grads = {"w": torch.tensor([3.0, 4.0])}
+        for transform in rule.grads:
+            grads = transform(grads, Carry({}, {}, {}, {}, {}), rule.numbers, FACTS)
+        return grads["w"].tolist()
+
+    assert after(both) == pytest.approx([1.2, 1.6], rel=1e-5)
+    assert after(other) == pytest.approx([0.6, 0.8], rel=1e-5)

@@ -82,6 +82,17 @@ def test_renorm_ramps_by_the_counter_and_tracks_the_deviation() -> None:
     assert layer.num_batches_tracked.item() == 101
 
 
+def test_renorm_corrects_by_the_statistics_and_the_step_before_the_batch() -> None:
+    """A batch of 8 and 12 has mean 10 and deviation 2; running statistics 0 and 1 want r = 2 and d = 10.
+
+    After 50 of 100 steps r may be 1 + 3 * 0.1 and d 6 * 0.25, so 12 becomes (12 - 10) / 2 * 1.3 + 1.5.
+    """
+    layer = BatchRenorm(1, total_steps=100, r_max=4, d_max=6, warmup=0.4, r_full=1.4, d_full=0.8, eps=0.0).double()
+    layer.num_batches_tracked.fill_(50)
+    out = layer(torch.tensor([[8.0], [12.0]], dtype=f64))
+    assert out.flatten().tolist() == pytest.approx([-1.3 + 1.5, 1.3 + 1.5], abs=1e-12)
+
+
 def test_renorm_starts_from_the_statistics_of_the_batch_norm() -> None:
     old = batch_norm((8, 5, 3, 4))
     old(data((8, 5, 3, 4)))

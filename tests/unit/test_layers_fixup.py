@@ -132,3 +132,16 @@ def test_constant_weights_are_refused() -> None:
     nn.init.zeros_(model.layer1[0].conv1.weight)
     with pytest.raises(ConfigError, match="FixUp rescales weights that were drawn at random"):
         ToFixup()(model)
+
+
+def test_biases_of_branches_start_at_zero() -> None:
+    """A network of one's own may have biased convolutions, drawn at random as torch does."""
+    torch.manual_seed(0)
+    model = resnet20(10, 3)
+    for block in (module for module in model.modules() if isinstance(module, BasicBlock)):
+        for conv in (block.conv1, block.conv2):
+            conv.bias = nn.Parameter(torch.rand(conv.out_channels) + 1)
+    made, _ = ToFixup()(model)
+    biases = [value for key, value in made.named_parameters() if key.endswith((".conv1.bias", ".conv2.bias"))]
+    assert len(biases) == 18
+    assert not any(value.any() for value in biases)

@@ -52,6 +52,15 @@ def test_flaws_name_the_tensor(changes: dict[str, torch.Tensor], message: str) -
     assert flaw(an_update(**changes), SCHEMA) == message
 
 
+def test_a_negative_deviation_is_a_flaw_as_a_negative_variance_is() -> None:
+    prepared = prepare(NET, parse("brn"))
+    schema = prepared.schema(prepared.method.phases[0])
+    good = Update(Report(0, 4), dict(prepared.initial))
+    bad = Update(Report(0, 4), {**prepared.initial, "1.running_std": torch.tensor([1.0, -1e-9, 1.0])})
+    assert flaw(good, schema) is None
+    assert flaw(bad, schema) == "'1.running_std' is negative"
+
+
 def test_among_many_updates_the_bad_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = an_update(1, _0__bias=torch.tensor([0.0, torch.nan, 0.0]))
     misfit = an_update(3, _2__weight=torch.zeros(1))

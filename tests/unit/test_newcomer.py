@@ -17,12 +17,15 @@ from fednorm.core.state import Tree, digest
 from fednorm.core.step import StepSpec
 from fednorm.data.federation import Federation
 from fednorm.data.given import from_clients
+from fednorm.halves.mine import ClientState
 from fednorm.layers.batch_stats import moments
 from fednorm.methods import parse
 from fednorm.pieces.newcomers import Reestimate, Track
-from fednorm.running.evaluate import _own_batches, newcomer_model
+from fednorm.running.evaluate import _own_batches, averaged, newcomer_model
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
+from fednorm.running.store import Store
+from fednorm.running.trained import model_of
 
 
 def with_newcomer() -> Federation:
@@ -187,6 +190,41 @@ def test_tracking_goes_layer_by_layer_in_one_pass() -> None:
     }
     for key, value in expected.items():
         assert moved[key].item() == pytest.approx(value.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "spread", "mean_of_both", "pooled"),
+    [
+        # Client 0 has mean 1 and variance 4, client 1 mean 5 and variance 16: in the mixture (4 + 16) / 2 + 2 * 2.
+        ("silobn", "running_var", 10.0, 14.0),
+        # The same as deviations, 2 and 4; the mixture's is the root of its variance.
+        ("silobn+brn", "running_std", 3.0, 14.0**0.5),
+    ],
+)
+def test_variances_kept_local_average_as_told(method: str, spread: str, mean_of_both: float, pooled: float) -> None:
+    own = {"running_mean": (1.0, 5.0), "running_var": (4.0, 16.0), "running_std": (2.0, 4.0)}
+    for rule, expected in (("mean", mean_of_both), ("pooled", pooled)):
+        made = tiny.plan(
+            method.replace("silobn", f"silobn(newcomer={rule})"), data=with_newcomer(), model=tiny.conv_net()
+        )
+        store, phase = Store(), made.phases[0]
+        entries = [phase.schema[key][0] for key in phase.kept]
+        for client in (0, 1):
+            tree = {e.key: torch.full(e.shape, own.get(e.part, (3, 8))[client], dtype=e.dtype) for e in entries}
+            store.put(client, ClientState(1, tree))
+        found = averaged(made, phase, store)
+        assert found["1.running_mean"].tolist() == [3.0] * 4
+        assert found[f"1.{spread}"].tolist() == pytest.approx([expected] * 4)
+        assert found["1.num_batches_tracked"].item() == 8
+
+
+def test_a_client_that_never_trained_is_handed_what_a_newcomer_gets() -> None:
+    """The mean of what others keep, and neither the server's first values nor one client's own."""
+    run = played("fedbn")
+    trained, newcomer, everybody = (model_of(run.plan, run.store, client) for client in (0, 2, None))
+    assert digest(newcomer) == digest(everybody) != digest(trained)
+    kept = [run.store.get(client).tree["1.running_mean"] for client in (0, 1)]
+    assert torch.allclose(newcomer["1.running_mean"], (kept[0] + kept[1]) / 2, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("method", "part"), [("tsmobn", "running_var"), ("brn+tsmobn", "running_std")])

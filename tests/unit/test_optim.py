@@ -167,6 +167,22 @@ def test_buffers_are_state_of_their_own_kind() -> None:
     assert listed[0].shape == (1, 2)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_joined_parameters_keep_their_own_decay_and_rate(channels_last: bool) -> None:
+    """With no gradient a step is v - lr * factor * decay * v: 0.1 * 0.5 of v, the same at half the rate, or nothing."""
+    params = {"w": torch.full((2, 1, 1, 2), 4.0), "gamma": torch.tensor([4.0]), "slow": torch.tensor([4.0])}
+    numbers = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.5}
+    still = {key: torch.zeros_like(value) for key, value in params.items()}
+    joined = Joined(SGD, channels_last)
+    new, _ = joined.step(params, still, {}, numbers, {"slow": 0.5}, frozenset({"gamma"}))
+    assert {key: value.unique().tolist() for key, value in new.items()} == {
+        "w": pytest.approx([3.8]),
+        "gamma": [4.0],
+        "slow": pytest.approx([3.9]),
+    }
+    assert new["w"].shape == (2, 1, 1, 2)
+
+
 def test_vectors_can_be_spared_from_weight_decay() -> None:
     """With no gradient at all a step is weight decay alone: matrices shrink, gamma, beta and biases stay to the bit."""
     made = tiny.plan("fedavg", train__decay_vectors=False, train__momentum=0.0)

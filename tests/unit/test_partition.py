@@ -75,6 +75,18 @@ def test_unequal_shards_use_all_whole_shards(seed, num_clients):
     assert all(len(part) % 20 == 0 and len(part) >= 20 for part in clients)
 
 
+def test_unequal_shards_are_drawn_from_low_to_high_both_included():
+    labels = labels_of(0, 1000, 10)
+    equal = partition("shards_unequal", labels, 10, 0, shard_size=20, low=3, high=3)
+    assert [len(part) for part in equal] == [100] * 10
+    # Numbers 1 and 2 in the ratio of one to two: 50 shards, one each by right, the others as drawn.
+    unequal = [len(part) // 20 for part in partition("shards_unequal", labels, 10, 0, shard_size=20, low=1, high=2)]
+    assert sum(unequal) == 50
+    few, many = min(unequal) - 1, max(unequal) - 1
+    assert many / few == pytest.approx(2, rel=0.4)
+    assert len(set(unequal)) <= 4
+
+
 @given(
     seed=st.integers(0, 2**40),
     domains=st.integers(1, 5),

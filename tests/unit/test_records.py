@@ -99,6 +99,23 @@ def test_rows_without_version_and_seconds_still_open_and_are_summarised() -> Non
     assert read_result(unversioned) == read_result(result) == result
 
 
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_the_first_of_equally_good_rounds_is_the_best(higher_is_better: bool) -> None:
+    sign = 1 if higher_is_better else -1
+
+    def scored(round: int, value: float) -> RoundRow:
+        scores = {"pooled": {"accuracy": sign * value}, "validation": {"accuracy": sign * value}}
+        return read_row({**old(round), "eval": scores})
+
+    rows = [scored(round, value) for round, value in enumerate([1.0, 7.0, 7.0, 3.0], 1)]
+    found = summarise(
+        rows, method="m", seed=0, rounds=4, metric="accuracy", higher_is_better=higher_is_better, digest="d"
+    )
+    assert found["best_validation"] == {"round": 2, **rows[1]["eval"]}
+    assert found["peak"] == {"pooled": {"round": 2, "accuracy": sign * 7.0}}
+    assert found["final"] == rows[3]["eval"]
+
+
 def test_a_summary_of_no_rows_is_a_summary() -> None:
     found = summarise([], method="fedavg", seed=0, rounds=2, metric="accuracy", digest="d")
     assert (found["rounds_done"], found["final"], found["best_validation"], found["peak"]) == (0, {}, None, {})

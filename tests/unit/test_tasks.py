@@ -62,6 +62,16 @@ def test_weights_do_not_count_pixels_that_are_ignored() -> None:
     assert float(task.loss(output, y)) == pytest.approx(math.log(2))
 
 
+def test_classification_by_hand() -> None:
+    """Labels 0 0 0 2 2, answers 0 0 1 2 0: two of three, none of none, one of two."""
+    output = torch.eye(4).double()[torch.tensor([0, 0, 1, 2, 0])] * 100
+    sums = added(make_task("classification", 4), output, torch.tensor([0, 0, 0, 2, 2]), 2)
+    found = make_task("classification", 4).summary(sums)
+    assert found["accuracy"] == pytest.approx(60.0)
+    assert found["per_class"] == [pytest.approx(200 / 3), None, 50.0, None]
+    assert found["loss"] == pytest.approx(2 * 100 / 5)
+
+
 def test_tasks_are_equal_if_they_do_the_same() -> None:
     made = [make_task("classification(weights=0.2/0.8)", 2) for _ in range(2)]
     assert made[0] == made[1] != make_task("classification(weights=0.3/0.7)", 2)
