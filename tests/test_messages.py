@@ -24,6 +24,7 @@ from fednorm.running.store import Store
 from test_device_stack import stack_of
 from test_stacked import gap
 
+
 @pytest.fixture(autouse=True)
 def stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})
