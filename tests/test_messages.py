@@ -81,6 +81,16 @@ def test_a_message_on_its_way_is_not_written_over() -> None:
     assert not torch.equal(second, before)
 
 
+def test_where_others_use_batches_in_between_few_are_made_ahead() -> None:
+    """As many exchanges as the last time were of use, and as many again."""
+    runs, stack, program = played(plans(1))
+    messages, lengths = Messages(), []
+    for first in (0, 500, 1000, 1001, 1500, 1501, 1502, 1503):
+        messages.next(program, stack._members, tasks(runs, first))
+        lengths.append(len(messages._flat))
+    assert lengths == [256, 2, 2, 2, 4, 4, 4, 4]
+
+
 def test_only_batches_of_one_size_are_made_ahead() -> None:
     """Ten examples in batches of 4 are two full ones and one of 2; the rounds are the reference's."""
     sizes = (10, 10, 10)
