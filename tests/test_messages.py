@@ -24,6 +24,7 @@ from fednorm.running.store import Store
 from test_device_stack import stack_of
 from test_stacked import gap
 
+
 @pytest.fixture(autouse=True)
 def stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})
@@ -78,6 +79,16 @@ def test_a_message_on_its_way_is_not_written_over() -> None:
     second = messages.next(program, stack._members, tasks(runs, 0, lr=0.2))
     assert torch.equal(first, before)
     assert not torch.equal(second, before)
+
+
+def test_where_others_use_batches_in_between_few_are_made_ahead() -> None:
+    """As many exchanges as the last time were of use, and as many again."""
+    runs, stack, program = played(plans(1))
+    messages, lengths = Messages(), []
+    for first in (0, 500, 1000, 1001, 1500, 1501, 1502, 1503):
+        messages.next(program, stack._members, tasks(runs, first))
+        lengths.append(len(messages._flat))
+    assert lengths == [256, 2, 2, 2, 4, 4, 4, 4]
 
 
 def test_only_batches_of_one_size_are_made_ahead() -> None:

@@ -132,7 +132,8 @@ class DeviceStack:
         """reports by their slot and row in a program's log, as long as somebody may look at them"""
         self._remembered = [frozenset[str]() for _ in runs]
         self._asked: Counter[Work] = Counter()
-        self._messages: WeakKeyDictionary[PhaseProgram, Messages] = WeakKeyDictionary()
+        self._messages: WeakKeyDictionary[PhaseProgram, dict[tuple[int, ...], Messages]] = WeakKeyDictionary()
+        """of each program, by the runs that take part"""
         first = self._layouts["server"].pack(stack_trees(servers))
         self._state = {
             name: aligned(flat) for prefix in ("server", "initial") for name, flat in named(prefix, first).items()
@@ -228,11 +229,10 @@ class DeviceStack:
     def exchange(self, tasks: Mapping[int, Assignment], steps: int, size: int) -> dict[int, LateReports]:
         """One exchange of some runs, whose clients all take this many steps on batches of this size."""
         key, program = self._program(PhaseProgram, tasks, steps, size)
-        if program not in self._messages:
-            self._messages[program] = Messages()
         runs = sorted(tasks)
-        members = [self._members[run] for run in runs]
-        flat = self._messages[program].next(program, members, [tasks[run] for run in runs])
+        by_runs = self._messages.setdefault(program, {})
+        messages = by_runs.get(tuple(runs)) or by_runs.setdefault(tuple(runs), Messages())
+        flat = messages.next(program, [self._members[run] for run in runs], [tasks[run] for run in runs])
         return self._play(key, program, flat, tasks)
 
     def exchange_ragged(self, run: int, task: Assignment) -> dict[int, LateReports]:
