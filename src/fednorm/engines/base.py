@@ -15,6 +15,7 @@ from fednorm.core.state import Tree
 from fednorm.core.step import Carry, Seen, Step
 from fednorm.core.user_code import UserCode
 from fednorm.engines.ranks import Alone
+from fednorm.engines.watching import Watch
 from fednorm.errors import ConfigError, FednormError
 from fednorm.halves.exchange import Exchange, Held, Holder
 from fednorm.halves.merging import Stacks, flaws, not_finite
@@ -68,6 +69,9 @@ class Played:
 
     reports: Sequence[Report]
     probed: Mapping[int, Mapping[str, float]] | None = None
+    """what probes saw of each client"""
+    joined: Mapping[str, float] = field(default_factory=dict[str, float])
+    """what probes saw of the merge"""
 
 
 MOST_AWAITED = 64
@@ -186,8 +190,10 @@ def play_plainly(order: Order, train: Train) -> Played:
     reports = [Report(**report) for each in told for report in each["reports"]]
     updates = [outcome.update for outcome in accepted]
     sent = stacks[0] if len(updates) == len(stacks[0].updates) else None
+    watch = Watch(sites.probes if order.probing else (), sites.prepared.facts, server.tree)
     with ranks.merge([len(each["reports"]) for each in told]):
         server.merge(updates, reports, sent)
+        joined = watch.seen(server.tree, phase, accepted, len(reports))
     ranks.confirm(f"phase '{phase.phase.name}' of '{sites.method.name}'", server.tree)
     by_client = {job.client: job for job in jobs}
     for outcome in accepted if exchange.keeps else ():
@@ -195,8 +201,9 @@ def play_plainly(order: Order, train: Train) -> Played:
         after = state_after(phase, states[client], by_client[client], outcome.kept)
         if after is not None:
             order.states.put(client, after)
-    probed = {client: seen for each in told for client, seen in each["probed"]} if order.probing else None
-    return Played(reports, probed)
+    looked = order.probing and any(probe.join is None for probe in sites.probes)
+    probed = {client: seen for each in told for client, seen in each["probed"]} if looked else None
+    return Played(reports, probed, joined)
 
 
 def _flaw_of_kept(outcome: Outcome) -> str | None:

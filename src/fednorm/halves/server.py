@@ -176,7 +176,12 @@ class Server:
 
     # -- note --
 
-    def note(self, reports: Sequence[Report], probed: Mapping[int, Mapping[str, float]] | None = None) -> None:
+    def note(
+        self,
+        reports: Sequence[Report],
+        probed: Mapping[int, Mapping[str, float]] | None = None,
+        joined: Mapping[str, float] | None = None,
+    ) -> None:
         """Take down what an exchange was, after its merge, and go on to the next; `reports` are of accepted updates."""
         exchange = self._opened()
         if exchange.purpose is Purpose.TRAIN:
@@ -189,6 +194,8 @@ class Server:
             self.row["bytes_up"] += cost.up * len(reports)
         if probed is not None:
             self.row.setdefault("probes", {})[exchange.phase.phase.name] = dict(probed)
+        if joined:
+            self.row.setdefault("round_probes", {})[exchange.phase.phase.name] = dict(joined)
         self._go_on()
 
     def note_scores(self) -> None:

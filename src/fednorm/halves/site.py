@@ -15,8 +15,9 @@ from torch import nn
 
 from fednorm import __version__
 from fednorm.core.phases import PhaseId, Purpose
+from fednorm.core.probe import Probe
 from fednorm.core.state import Tree
-from fednorm.core.step import Probe, StepSpec
+from fednorm.core.step import StepSpec
 from fednorm.core.task import AnyTask
 from fednorm.core.world import steps_done
 from fednorm.data.batches import Batches

@@ -111,7 +111,8 @@ class EvalConfig:
     average: Literal["all", "last_cohort"] = "all"
     """whose local state is averaged for the pooled score and for newcomers: all clients', or those of the last round"""
     probes: tuple[str, ...] = ()
-    """quantities to record of each client's last step, such as grad-norm"""
+    """quantities to record: grad-norm, drift, running-mean, running-var of each client's last step, statistics-shift,
+    mean-shift, var-shift, batch-shift of its work, global-shift, client-spread of the merge"""
     probe_every: int = 1
     """record the probes every N rounds"""
 

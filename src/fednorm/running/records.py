@@ -145,7 +145,9 @@ class RoundRow(TypedDict):
     refused: NotRequired[dict[int, str]]
     """why updates were refused, by client id (text in a file); absent where none was"""
     probes: NotRequired[dict[str, dict[int, dict[str, float]]]]
-    """what probes saw in each client's last step, by phase, client id (text in a file) and probe"""
+    """what probes saw of each client's work, by phase, client id (text in a file) and probe"""
+    round_probes: NotRequired[dict[str, dict[str, float]]]
+    """what probes saw of the merge, by phase and probe; absent where none looks at merges"""
     seconds: NotRequired[float]
     """seconds the round took; absent where a run was stopped before they were measured"""
     not_finite: NotRequired[dict[str, str]]

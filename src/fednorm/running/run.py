@@ -134,7 +134,7 @@ class Run:
                 server.note_scores()
             else:
                 played = yield Order(exchange, server, self.plan, self.store, self.ranks, self._probing(number))
-                server.note(played.reports, played.probed)
+                server.note(played.reports, played.probed, played.joined)
                 if isinstance(played.reports, Awaited):
                     awaited.append(played.reports)
         self.unsettled.append((cast(Row, {"version": ROW_VERSION, **server.row}), server.reports, awaited))

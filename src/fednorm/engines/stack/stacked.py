@@ -195,8 +195,9 @@ class StackTrainer:
                 carry = next_pass(each, carry, start)
             carry = self._pass(phase, each, number, carry, numbers, jobs, probing, losses, probed)
         states = carry.tree
+        seen = probed if probing else [None] * len(jobs)
         return [
-            outcome(self.sites, phase, numbers, job, pick(states, row), torch.stack(losses[row]).tolist(), probed[row])
+            outcome(self.sites, phase, numbers, job, pick(states, row), torch.stack(losses[row]).tolist(), seen[row])
             for row, job in enumerate(jobs)
         ]
 
