@@ -13,9 +13,9 @@ import pytest
 
 from fednorm.errors import ConfigError
 from fednorm.running.config import to_dict
-from fednorm.running.records import RunResult
+from fednorm.running.records import RoundRow, RunResult
 from fednorm.studies.figures import QUICK, draw, make_figure, panel_rows, picture_text
-from fednorm.studies.library import Library, Record, key_of
+from fednorm.studies.library import Library, Record, key_of, make_record
 from fednorm.studies.measured import Measured
 from fednorm.studies.panels import KINDS, probe_curves
 from fednorm.studies.study import Study, StudyCell, all_studies, find_study
@@ -39,7 +39,7 @@ def record(cell: StudyCell, seed: int, final: float) -> Record:
         "seconds": 12.0,
         "ran": {"precision": "fp32", "device_name": "a machine"},
     }
-    probes = [{"round": rounds[0], "probes": {"train": {"0": {"drift": 1.0}, "1": {"drift": 3.0}}}}]
+    probes = [{"round": rounds[0], "probes": {"drift": 2.0}}]
     environment = {"commit": "0123456789abcdef", "command": "/bin/fednorm reproduce --next --work /somewhere"}
     losses = {"round": rounds, "loss": [2.0, 1.0]}
     return Record(key_of(config), to_dict(config), cast("RunResult", run), losses, probes, ["a", "b"], environment)
@@ -118,7 +118,7 @@ def test_published_numbers_along_an_axis_are_crosses() -> None:
     assert told.get_ydata().tolist() == [59.42, 57.61, 58.86]
 
 
-def test_probes_are_means_over_clients() -> None:
+def test_probes_and_training_loss_are_drawn_by_round() -> None:
     study = find_study("fixbn.dynamics")
     results = measured(study)
     assert probe_curves(results[0].records[0]) == {"drift": ([32000], [2.0])}
@@ -131,6 +131,31 @@ def test_probes_are_means_over_clients() -> None:
     ]
     _, labels = axes["drift, local_steps 100"].get_legend_handles_labels()
     assert labels == ["fedavg_bn", "fixbn"]
+
+
+def test_a_result_keeps_what_probes_saw_in_scored_rounds() -> None:
+    """Clients that see 1 and 3 in turn: mean 2 over both clients, variance 1 over any even window."""
+    cell = find_study("fixbn.dynamics").cells()[0]
+    rows = [
+        {
+            "round": number,
+            "train_loss": 0.5,
+            "probes": {
+                "train": {0: {"batch-shift": 1.0 + 2 * (number % 2)}, 1: {"batch-shift": 3.0 - 2 * (number % 2)}}
+            },
+            "round_probes": {"train": {"global-shift": number / 100}},
+            **({"eval": {}} if number % 100 == 0 else {}),
+        }
+        for number in range(1, 301)
+    ]
+    run = record(cell, 0, 50.0).run
+    made = make_record(cell.config, run, cast("list[RoundRow]", rows), [], {})
+    assert made.probes == [
+        {"round": 100, "probes": {"global-shift": 1.0, "batch-shift": 2.0}},
+        {"round": 200, "probes": {"global-shift": 2.0, "batch-shift": 2.0, "batch-shift variance": 1.0}},
+        {"round": 300, "probes": {"global-shift": 3.0, "batch-shift": 2.0, "batch-shift variance": 1.0}},
+    ]
+    assert made.train_loss == {"round": [100, 200, 300], "loss": [0.5, 0.5, 0.5]}
 
 
 @pytest.mark.parametrize("study", [s for s in all_studies() if s.id != "fedwon.f2"], ids=lambda study: study.id)

@@ -164,15 +164,13 @@ def probe_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
 
 
 def probe_curves(record: Record) -> dict[str, tuple[list[int], list[float]]]:
-    """Rounds and values of every probe, the mean over clients, of the last phase of a round."""
+    """Rounds and values of every probe."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for row in record.probes:
-        phase: Mapping[Any, Mapping[str, float]] = list(row["probes"].values())[-1]
-        for name in next(iter(phase.values())):
-            seen = [each[name] for each in phase.values()]
+        for name, value in row["probes"].items():
             rounds, values = found.setdefault(name, ([], []))
             rounds.append(row["round"])
-            values.append(sum(seen) / len(seen))
+            values.append(value)
     return found
 
 
