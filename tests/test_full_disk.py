@@ -18,7 +18,7 @@ from command import TINY, fednorm
 from fednorm.errors import ConfigError, DiskError
 from fednorm.files import disk_errors, draft_of, write_json, written_whole
 from fednorm.running.folder import RunFolder
-from fednorm.running.store import save_tree
+from fednorm.running.tensor_files import save_tree
 
 TOO_LARGE = "cannot be written: File too large; free some space and resume"
 

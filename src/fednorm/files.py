@@ -118,7 +118,10 @@ def json_text(value: Any, indent: int | None = None) -> str:
     >>> json_text({"loss": float("nan"), "scores": [1.5, float("inf")]})
     '{"loss": null, "scores": [1.5, null]}'
     """
-    return json.dumps(finite(value)[0], indent=indent, allow_nan=False)
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except (TypeError, ValueError):  # some are not, which a look at each of them would find out more slowly
+        return json.dumps(finite(value)[0], indent=indent, allow_nan=False)
 
 
 def finite(value: Any) -> tuple[Any, dict[str, str]]:

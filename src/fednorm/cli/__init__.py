@@ -12,7 +12,7 @@ from typing import TextIO
 
 import typer
 
-from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, resume, run
+from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, reproduce, resume, run
 from fednorm.cli.output import Stopped, complain, echo
 from fednorm.engines.machine import is_first
 from fednorm.errors import DiskError, FednormError, UserCodeError
@@ -31,6 +31,7 @@ for name, verb in {
     "run": run.run,
     "compare": compare.compare,
     "resume": resume.resume,
+    "reproduce": reproduce.reproduce,
     "inspect": inspect.inspect,
     "export": export.export,
     "methods": catalogue.methods,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HEADINGS = {"pooled": "pooled test", "own_client": "own-client test", "domains": "domains", "unseen": "unseen clients"}
 FOOTNOTES = {
     "averaged local state": "pooled test uses the mean of the clients' local state",
+    "averaged local state of the last cohort": "pooled test uses the mean of the last round's clients' local state",
     "mean over the clients' own models": "pooled test is the mean over the clients' own models, each on the whole set",
 }
 _MARKS = "*†‡§"

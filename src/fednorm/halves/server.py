@@ -29,6 +29,13 @@ log = logging.getLogger("fednorm.server")
 Row = dict[str, Any]
 
 
+def drawn_cohort(seed: int, round: int, clients: Sequence[int], count: int) -> list[int]:
+    """The clients that a round draws, ascending."""
+    if count == len(clients):
+        return list(clients)
+    return [clients[index] for index in rng.subset(rng.key(seed, "cohort", round), len(clients), count)]
+
+
 class Server:
     """A run of a method, as the server sees it."""
 
@@ -135,9 +142,7 @@ class Server:
         if phase.id.purpose is not Purpose.TRAIN or self.per_round == len(self.clients):
             return list(self.clients)
         if self._drawn[0] != round:  # once a round, though every one of its exchanges asks
-            key = rng.key(self.agreed.work.seed, "cohort", round)
-            chosen = rng.subset(key, len(self.clients), self.per_round)
-            self._drawn = round, [self.clients[index] for index in chosen]
+            self._drawn = round, drawn_cohort(self.agreed.work.seed, round, self.clients, self.per_round)
         return self._drawn[1]
 
     # -- merge --

@@ -39,8 +39,10 @@ def call_factory(
     if refused:
         own = [key for key in accepted or [] if key not in sizes]
         raise ConfigError(f"model '{name}' has no option '{refused[0]}'; its options: {', '.join(own) or 'none'}")
+    signature = inspect.signature(factory)
+    keywords = {key: _word(value, signature.parameters.get(key)) for key, value in keywords.items()}
     try:
-        inspect.signature(factory).bind(**keywords)
+        signature.bind(**keywords)
     except TypeError as error:
         raise ConfigError(f"model '{name}' cannot be built: {error}; give it as an option of the model") from None
     try:
@@ -59,6 +61,14 @@ def refuse_given(term: Term) -> None:
     for option in term.options:
         if option in ("name", "num_classes", "in_channels", "image_size", "seed"):
             raise ConfigError(f"model '{term}': '{option}' follows from the data and the run; leave it out")
+
+
+def _word(value: object, parameter: inspect.Parameter | None) -> object:
+    """The grammar reads `none` as nothing; where a parameter takes words and cannot be nothing, it is one of them."""
+    if value is not None or parameter is None:
+        return value
+    untyped = parameter.annotation is inspect.Parameter.empty and isinstance(parameter.default, str)
+    return "none" if untyped or parameter.annotation in (str, "str") else value
 
 
 def check_choice(option: str, value: object, choices: Iterable[str]) -> None:

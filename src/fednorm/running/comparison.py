@@ -22,7 +22,7 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import find_device, refuse_ranks
 from fednorm.errors import ConfigError
-from fednorm.files import refuse_links, write_json
+from fednorm.files import refuse_links
 from fednorm.methods import parse
 from fednorm.running.api import described
 from fednorm.running.cells import Cell, cells_in, packs, play_cells
@@ -41,6 +41,7 @@ from fednorm.running.given import (
 )
 from fednorm.running.in_processes import play_in_processes, refuse_unsendable
 from fednorm.running.records import OnRow
+from fednorm.running.result_file import write_result
 from fednorm.running.results import Result
 from fednorm.running.trained import Trained
 from fednorm.running.trial import try_out
@@ -151,7 +152,7 @@ def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_r
                 play_cells(together, on_row)
         trained = tuple(Trained(cell.plan, cell.folder.state) for cell in cells)
         result = Result(tuple(cell.result() for cell in cells), str(folder.path), trained)
-        write_json(folder.result, result.to_json())
+        write_result(folder, result.to_json())
     return result
 
 

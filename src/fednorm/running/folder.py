@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from fednorm.errors import ConfigError, LockedError
 from fednorm.files import disk_errors, json_text, open_plain, safe_name, write_json, written_whole
 from fednorm.running.environment import environment
 from fednorm.running.records import RoundRow, as_written
+from fednorm.running.sealed import sealed
 
 
 class RunFolder:
@@ -53,6 +55,11 @@ class RunFolder:
     def state(self) -> Path:
         return self.path / "state.sqlite"
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has state: rows are written only after its first commit."""
+        return self.metrics.exists()
+
     def refuse_place(self) -> None:
         """Refuse a place where no new run can be, without writing anything."""
         if self.config.exists():
@@ -71,7 +78,7 @@ class RunFolder:
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "env.json", environment())
-        write_json(self.config, config)
+        write_json(self.config, sealed(config))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -111,7 +118,10 @@ class RunFolder:
 
 
 def _line(row: RoundRow) -> str:
-    return json_text(as_written(row)) + "\n"
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError:  # it has numbers that are not finite; to look for them in every row would take longer
+        return json_text(as_written(row)) + "\n"
 
 
 def _write_all(file: io.RawIOBase, line: bytes) -> None:

@@ -26,6 +26,7 @@ from fednorm.data.federation import Federation
 from fednorm.data.from_files.source import find_source
 from fednorm.data.live import usual_loaders
 from fednorm.data.own import load_own, refuse_dealing
+from fednorm.data.pixel_scale import with_pixel_scale
 from fednorm.engines.ignored import refuse_ignored, refuse_nothing_to_narrow
 from fednorm.engines.machine import find_device
 from fednorm.errors import ConfigError
@@ -148,6 +149,7 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         val_fraction=config.data.val_fraction,
         optimizer=with_nesterov(train.optimizer) if train.nesterov else train.optimizer,
         lr=train.lr,
+        head_lr=train.head_lr,
         momentum=train.momentum,
         weight_decay=train.weight_decay,
         decay_vectors=train.decay_vectors,
@@ -191,6 +193,10 @@ def _check_validation(plan: Plan) -> None:
 
 def build_federation(config: RunConfig) -> Federation:
     """The federation the config's data section describes."""
+    return with_pixel_scale(_dealt(config), config.data.scaling)
+
+
+def _dealt(config: RunConfig) -> Federation:
     data = config.data
     source = find_source(data.name)
     if source is not None:
@@ -198,11 +204,13 @@ def build_federation(config: RunConfig) -> Federation:
     own = load_own(data.name, dir=data.dir, clients=data.clients, seed=config.seed)
     if isinstance(own, Federation):
         usual = DataConfig()
-        named = ("partition", "unseen", "train_limit")
+        named = ("partition", "unseen", "train_limit", "size")
         refuse_dealing(data.name, **{name: (getattr(data, name), getattr(usual, name)) for name in named})
         return own
     term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
     check_options(term.name, term.options)
+    if own is not None and data.size is not None:
+        own = own.resized(data.size)
     return make_federation(
         own or load_dataset(data.name, data.dir, size=data.size),
         term.name,

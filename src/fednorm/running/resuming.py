@@ -16,7 +16,6 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import refuse_ranks
 from fednorm.errors import CheckpointError, visible
-from fednorm.files import read_json
 from fednorm.running.api import resume_folder
 from fednorm.running.comparison import cells_of, play_comparison
 from fednorm.running.config import updated
@@ -24,7 +23,8 @@ from fednorm.running.folder import RunFolder
 from fednorm.running.given import Objects, check_given, config_in, gathered, read_config, read_stored
 from fednorm.running.longer import Lengthening, lengthening, refuse_unless_wanted, set_rounds
 from fednorm.running.plan import Plan
-from fednorm.running.records import OnRow, RunId, RunResult, read_result
+from fednorm.running.records import OnRow, RunId, RunResult
+from fednorm.running.result_file import read_result_file
 from fednorm.running.results import Result
 from fednorm.running.trained import Trained
 
@@ -136,5 +136,5 @@ def load_result(
         own = RunFolder(run.path / id.file_name) if is_comparison else run
         return Trained(partial(plan, id), own.state)
 
-    runs = tuple(read_result(read_json(run.result), f"'{run.result}'")["runs"])
+    runs = tuple(read_result_file(run)["runs"])
     return Result(runs, str(run.path), tuple(map(trained, runs)))
