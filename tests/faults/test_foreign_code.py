@@ -31,7 +31,8 @@ from fednorm.running.config import RunConfig, updated
 from fednorm.running.consent import named_code
 from fednorm.running.plan import make_plan
 from fednorm.running.recipe import read_recipe
-from fednorm.running.store import Store, load_tree
+from fednorm.running.store import Store
+from fednorm.running.tensor_files import load_tree
 
 SHELL = "subprocess:getoutput(cmd='touch touched')"
 

@@ -32,6 +32,7 @@ from fednorm.files import draft_of, write_json
 from fednorm.running.folder import RunFolder
 from fednorm.running.progress import done_before
 from fednorm.running.records import RunId
+from fednorm.running.sealed import SHA, sealed
 from fednorm.running.store import Store
 
 PLAIN = (*TINY, "--engine", "sequential", "--quiet")
@@ -306,7 +307,8 @@ def test_names_in_rows_and_tables_do_nothing_either(sent: Path) -> None:
     for result in (sent / "result.json", sent / CELL / "result.json"):
         stored = json.loads(result.read_text())
         stored["runs"][0] |= {"notes": ["\x1b[31mred\x1b[0m"], "client_names": names}
-        result.write_text(json.dumps(stored))
+        del stored[SHA]
+        result.write_text(json.dumps(sealed(stored)))  # whoever forges a file can digest it, too
     done = fednorm("resume", sent)
     assert done.code == 0
     assert "fedavg: \\x1b[31mred\\x1b[0m" in done.out
