@@ -36,7 +36,7 @@ STORED = """\
 | file | check | when |
 |---|---|---|
 | `state.sqlite` | SQLite's own check of the whole file; its tables; a seal over every fact, tree, layout, client and \
-round; the digest of each row that is read | when it is opened, about 0.3 s a gigabyte, and when a row is read |
+round; the digest of each row that is read | when it is opened, once, and when a row is read |
 | `config.json` | a digest over itself; the config in the state | whenever it is read |
 | `result.json` | a digest over itself, and of the config and the state it was made from | when it is read; in a \
 comparison also against the rows and the model in the state |

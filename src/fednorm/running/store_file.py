@@ -39,7 +39,7 @@ _WAL_BYTES = 4 << 20
 def open_file(path: Path | None, name: object, begun: bool) -> sqlite3.Connection:
     """A file that is whole, of this version, with its journal set; a new one where there is none and none must be.
 
-    One of the version before is given a seal. All of a file is looked at once, which takes about 0.3 s a gigabyte.
+    One of the version before is given a seal. All of a file is looked at, once.
     """
     db = sqlite3.connect(path or "", isolation_level=None)
     try:
