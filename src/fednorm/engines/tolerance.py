@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fednorm.core.user_code import described, is_users, user_error
-from fednorm.errors import FednormError, UserCodeError, first_line
+from fednorm.errors import ExampleError, FednormError, UserCodeError, first_line
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.training import Job, Outcome
 
@@ -62,4 +62,4 @@ def one_by_one(train: Train, model: str) -> Tolerant:
 
 def is_the_runs(error: Exception) -> bool:
     """Whether an error says that the run cannot work, not that one client's training failed."""
-    return isinstance(error, FednormError) and not isinstance(error, UserCodeError)
+    return isinstance(error, FednormError) and not isinstance(error, UserCodeError | ExampleError)

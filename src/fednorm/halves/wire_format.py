@@ -80,7 +80,7 @@ def short(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a number of thousands of digits, or somebody's class
-        text = f"a {type(value).__name__} that cannot be shown"
+        text = f"a value of type {type(value).__name__} that cannot be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
