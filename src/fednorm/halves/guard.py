@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -58,17 +58,27 @@ class Allowed:
 # -- form --
 
 
+class Sent(NamedTuple):
+    """The entries that a phase's updates have."""
+
+    shared: Mapping[str, Entry]
+    reported: Mapping[str, Entry]
+
+    @classmethod
+    def by(cls, schema: Schema) -> Sent:
+        each = (keys_with(schema, policy) for policy in (Policy.SHARED, Policy.REPORTED))
+        return cls(*({key: schema[key][0] for key in keys} for keys in each))
+
+
 def flaw_of_form(
-    update: Update, schema: Schema, measures: Collection[str] | None = None, allowed: Allowed | None = None
+    update: Update, sent: Sent, measures: Collection[str] | None = None, allowed: Allowed | None = None
 ) -> Flaw | None:
     """What is wrong with an update before one looks at its values: entries, shapes, types, and what its report says.
 
     Where the phase's `measures` are given, the report must have just these and all losses; else what it has must fit.
     """
-    for tree, policy in ((update.shared, Policy.SHARED), (update.reported, Policy.REPORTED)):
-        if found := flaw_of_tree(tree, {key: schema[key][0] for key in keys_with(schema, policy)}):
-            return found
-    return _flaw_of_report(update.report, measures, allowed)
+    found = flaw_of_tree(update.shared, sent.shared) or flaw_of_tree(update.reported, sent.reported)
+    return found or _flaw_of_report(update.report, measures, allowed)
 
 
 def flaw_of_tree(tree: object, expected: Mapping[str, Entry]) -> Flaw | None:
@@ -141,17 +151,14 @@ def flaws(
     `allowed` and the `server`'s tree bound what counters may say; `stacks` are those of the updates, where somebody
     made them before.
     """
-    caps = allowed or {}
-    found = [flaw_of_form(update, schema, measures, caps.get(update.client)) for update in updates]
+    caps, expected = allowed or {}, Sent.by(schema)
+    found = [flaw_of_form(update, expected, measures, caps.get(update.client)) for update in updates]
     sound = [update for update, why in zip(updates, found, strict=True) if why is None]
-    shared, told = (
-        {key: schema[key][0] for key in keys_with(schema, policy)} for policy in (Policy.SHARED, Policy.REPORTED)
-    )
     steps = [caps[update.client].steps if server is not None and update.client in caps else None for update in sound]
     same = stacks if stacks is not None and len(sound) == len(updates) else Stacks([each.shared for each in sound])
-    ills = _ailments(same, shared, [server or {}] * len(sound), steps)
-    if told:
-        reported = _ailments(Stacks([update.reported for update in sound]), told)
+    ills = _ailments(same, expected.shared, [server or {}] * len(sound), steps)
+    if expected.reported:
+        reported = _ailments(Stacks([update.reported for update in sound]), expected.reported)
         ills = [why or each for why, each in zip(ills, reported, strict=True)]
     rest = iter([why or ailment_of_report(update.report) for update, why in zip(sound, ills, strict=True)])
     return [None if why is None else str(why) for why in (each or next(rest) for each in found)]

@@ -8,7 +8,6 @@ is squared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -18,7 +17,7 @@ from fednorm.core.reductions import wide
 from fednorm.core.state import Entry, Policy, Tree
 from fednorm.halves.messages import Update
 from fednorm.halves.schema import Schema, keys_with
-from fednorm.halves.stacks import Stacks, norms_of
+from fednorm.halves.stacks import Stacks, all_norms, norms_of
 
 NORM_FACTOR = 1000.0
 """The factor where nobody sets one: far beyond what unequal clients do, and far below what destroys a model."""
@@ -48,9 +47,8 @@ def _groups(entries: Mapping[str, Entry]) -> tuple[list[str], list[str]]:
 
 def length_of(tree: Tree, entries: Mapping[str, Entry]) -> Length:
     """The norms of a server's tree."""
-    each = (torch.stack([wide(norms_of(tree[key].reshape(1, -1))[0]) for key in keys]) if keys else None
-            for keys in _groups(entries))  # fmt: skip
-    return Length(*(0.0 if norms is None else math.sqrt(float(norms.square().sum())) for norms in each))
+    each = (all_norms([tree[key] for key in keys]) if keys else None for keys in _groups(entries))
+    return Length(*(0.0 if norms is None else float(wide(norms).square().sum().sqrt()) for norms in each))
 
 
 def may_be_off(stacks: Stacks, entries: Mapping[str, Entry], model: Length, factor: float) -> bool:
@@ -66,8 +64,7 @@ def may_be_off(stacks: Stacks, entries: Mapping[str, Entry], model: Length, fact
 
 
 def _longest(stacks: Stacks, keys: Sequence[str]) -> float:
-    squares = torch.stack([wide(stacks.norms(key)) for key in keys]).square().sum(0)
-    return math.sqrt(float(squares.amax()))
+    return float(wide(torch.stack([stacks.norms(key) for key in keys])).square().sum(0).amax().sqrt())
 
 
 def distances(stacks: Stacks, server: Tree, entries: Mapping[str, Entry]) -> list[Moved]:

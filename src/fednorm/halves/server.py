@@ -21,7 +21,7 @@ from fednorm.errors import ConfigError, QuorumError, WireError
 from fednorm.halves.admission import admitted
 from fednorm.halves.agreed import Agreed
 from fednorm.halves.exchange import Exchange, Held, Holder, diverged
-from fednorm.halves.guard import Allowed, flaw_of_form
+from fednorm.halves.guard import Allowed, Sent, flaw_of_form
 from fednorm.halves.merging import merge_updates
 from fednorm.halves.messages import Address, Request, Scores, Terms, Update
 from fednorm.halves.norm_bound import NORM_FACTOR
@@ -281,7 +281,7 @@ class Server:
         check_answer(answer, self._address())
         if isinstance(answer, Update):
             allowed = self._allowed(exchange, [client]).get(client)
-            flaw = flaw_of_form(answer, exchange.phase.schema, exchange.phase.phase.measures, allowed)
+            flaw = flaw_of_form(answer, Sent.by(exchange.phase.schema), exchange.phase.phase.measures, allowed)
             if flaw is not None:
                 self._turned_away[client] = str(flaw)
                 raise WireError(flaw.why, client=client, exchange=exchange.number, entry=flaw.entry or None)
