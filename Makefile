@@ -1,5 +1,5 @@
-# Every target sets up what it needs: a virtual environment with what constraints.txt pins, made once and again when
-# pyproject.toml or constraints.txt change.
+# Every target sets up what it needs: a virtual environment with what locks/ pins by hash, made once and again when
+# pyproject.toml or the locks change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,10 +17,15 @@ TRITON_READY := $(TRITON)/.ready
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(READY): pyproject.toml constraints.txt
+# Every file that is installed has a hash in locks/: torch for CPUs alone where there is one, else the index's own. The
+# last line adds the package itself, and what a torch for GPUs asks for beyond the locks, by version alone.
+LOCKED := -m pip install --quiet --require-hashes --no-deps
+$(READY): pyproject.toml constraints.txt $(wildcard locks/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fednorm needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(LOCKED) -r locks/torch_cpu.txt || $(BIN)/python $(LOCKED) -r locks/torch.txt
+	$(BIN)/python $(LOCKED) -r locks/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(READY)  ## what label skew does to BatchNorm, and what repairs it: a few minutes on two cores
@@ -35,8 +40,8 @@ test-quick: $(READY)  ## the tests without the slow ones
 test-kernels: $(READY) $(TRITON_READY)  ## the Triton kernels, one by one and in whole rounds, without a GPU
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_kernels.py tests/test_kernel_rounds.py
 
-$(TRITON_READY): Makefile
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(TRITON) triton==3.9.0
+$(TRITON_READY): locks/triton.txt
+	$(BIN)/python $(LOCKED) --upgrade --target $(TRITON) -r locks/triton.txt
 	@touch $@
 
 lint: $(READY)  ## ruff and pyright
@@ -54,6 +59,10 @@ docs: $(READY)  ## write the generated pages of docs/
 	$(BIN)/python tools/make_records_page.py
 	$(BIN)/python tools/make_settings_page.py
 	$(BIN)/python tools/make_api_page.py
+
+lock: $(READY)  ## write locks/ anew, with the hashes of what constraints.txt pins
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python tools/make_lock.py
 
 clean:  ## remove the virtual environment and all caches; runs stay
 	rm -rf $(VENV) $(TRITON) .pytest_cache .ruff_cache .hypothesis dist build

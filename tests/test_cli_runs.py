@@ -17,6 +17,7 @@ from fednorm.core.state import Kind, kinds
 from fednorm.running.folder import RunFolder
 from fednorm.running.observers import guarded, watching
 from fednorm.running.records import RoundRow, RunId
+from fednorm.running.sealed import sealed
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +134,7 @@ def copy(fedbn: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.fault(row=22)
 def test_a_changed_config_is_refused(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     config["train"]["lr"] = 0.5
@@ -140,7 +142,7 @@ def test_a_changed_config_is_refused(copy: Path) -> None:
     done = fednorm("resume", copy)
     assert done.code == 2
     assert done.err == (
-        "error: the run was started with another config: train.lr was 0.05, is 0.5; put it back, or start a new run\n"
+        f"error: '{copy}' was started with another config: train.lr was 0.05, is 0.5; put it back, or start a new run\n"
     )
 
 
@@ -162,7 +164,7 @@ def test_damaged_and_foreign_state_is_refused(copy: Path) -> None:
 
 def test_code_named_in_a_folder_runs_only_if_allowed(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "model": "traitor:net"}))
+    (copy / "config.json").write_text(json.dumps(sealed({**config, "model": "traitor:net"})))
     for verb in ("resume", "export"):
         done = fednorm(verb, copy)
         assert done.code == 2

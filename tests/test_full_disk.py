@@ -18,9 +18,8 @@ from command import TINY, fednorm
 from fednorm.errors import ConfigError, DiskError
 from fednorm.files import disk_errors, draft_of, write_json, written_whole
 from fednorm.running.folder import RunFolder
-from fednorm.running.store import save_tree
+from fednorm.running.tensor_files import save_tree
 
-FULL = "cannot be written: No space left on device; free some space and resume"
 TOO_LARGE = "cannot be written: File too large; free some space and resume"
 
 
@@ -35,11 +34,6 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def fill(path: Path) -> None:
-    """Let the draft of a file lie on a device that is always full."""
-    draft_of(path).symlink_to("/dev/full")
-
-
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
@@ -50,18 +44,28 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl"])
 def test_a_text_file_of_a_run(ended: Path, name: str) -> None:
     before = (ended / name).read_text()
-    fill(ended / name)
-    done = fednorm("resume", ended, "--quiet")
-    assert (done.code, done.err) == (5, f"error: '{ended / name}' {FULL}\n")
+    rows = [json.loads(line) for line in (ended / "metrics.jsonl").read_text().splitlines()]
+
+    def write() -> None:
+        if name == "result.json":
+            write_json(ended / name, json.loads(before))
+        else:
+            with RunFolder(ended).metrics_open(rows):
+                pass
+
+    with files_up_to(len(before) - 1), pytest.raises(DiskError) as refusal:
+        write()
+    assert (str(refusal.value), refusal.value.exit_code) == (f"'{ended / name}' {TOO_LARGE}", 5)
     assert (ended / name).read_text() == before
-    assert not draft_of(ended / name).is_symlink()
+    assert not draft_of(ended / name).exists()
     assert fednorm("resume", ended, "--quiet").code == 0
 
 
-def test_the_config_of_a_run(tmp_path: Path) -> None:
-    fill(tmp_path / "config.json")
-    done = fednorm("run", *TINY, "--out", tmp_path)
-    assert (done.code, done.err) == (5, f"error: '{tmp_path / 'config.json'}' {FULL}\n")
+def test_the_config_of_a_run(ended: Path, tmp_path: Path) -> None:
+    with files_up_to((ended / "config.json").stat().st_size - 1):
+        done = fednorm("run", *TINY, "--out", tmp_path)
+    assert (done.code, done.err) == (5, f"error: '{tmp_path / 'config.json'}' {TOO_LARGE}\n")
+    assert [each.name for each in tmp_path.iterdir()] == ["env.json"]
 
 
 # Larger than what SQLite keeps beside the state, smaller than the model.

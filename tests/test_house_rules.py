@@ -159,7 +159,8 @@ MAY_IMPORT = {
     "running": _RUNNING,
     "views": _RUNNING | {"views"},
     "bench": _RUNNING | {"views", "bench"},
-    "cli": _RUNNING | {"views", "bench", "cli"},
+    "studies": _RUNNING | {"studies"},
+    "cli": _RUNNING | {"views", "bench", "studies", "cli"},
     "__main__": {"cli"},
     # The package's own names, imported when they are asked for.
     "__init__": _RUNNING | {"views"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -170,9 +171,10 @@ def test_the_window_rule_needs_a_whole_window_and_a_small_spread() -> None:
     assert stages("window=2,tau=1e6,center=mean,reduce=mean") == [0, 0, 1, 1, 1]
 
 
-def test_the_window_survives_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cohort", [None, 2])
+def test_the_window_survives_a_resume(tmp_path: Path, cohort: int | None) -> None:
     def made() -> Plan:
-        return tiny.plan("fixbn(at=window,window=3,tau=1e6)", rounds=5)
+        return tiny.plan("fixbn(at=window,window=3,tau=1e6)", rounds=5, clients_per_round=cohort)
 
     expected = tiny.fingerprint(tiny.play(made()))
     assert expected["rows"][-1]["stage"] == 1
@@ -187,6 +189,19 @@ def test_the_window_survives_a_resume(tmp_path: Path) -> None:
         list(resumed.rounds())
         assert tiny.fingerprint(resumed) == expected
         again.close()
+
+
+def test_the_window_is_the_same_in_every_engine_when_clients_rest() -> None:
+    def told(engine: str) -> Mapping[str, list[list[float]]]:
+        made = tiny.plan("fixbn(at=window,window=3,tau=1e-12)", rounds=5, clients_per_round=2, **tiny.engine(engine))
+        return tiny.play(made).server.switch_memory["told"]
+
+    expected = told("sequential")
+    assert sorted(len(rows) for rows in expected.values()) == [1, 2, 3]
+    assert {row[0] for rows in expected.values() for row in rows} == {2, 3, 4}
+    assert told("workers") == expected
+    for client, rows in told("stacked").items():
+        assert rows == [[number, pytest.approx(value, rel=1e-9)] for number, value in expected[client]]
 
 
 @pytest.mark.parametrize(
@@ -272,8 +287,9 @@ def test_static_batch_norm_trains_as_fedavg_with_equal_weights() -> None:
 # -- statistics that the server keeps moving --
 
 
-def test_fbn_folds_the_pooled_moments_of_the_batches_into_the_shared_statistics() -> None:
-    made = tiny.plan("fbn(ema=0.2)", rounds=3)
+@pytest.mark.parametrize(("options", "first"), [("ema=0.2", 1.0), ("ema=0.2,first=0.2", 0.2)])
+def test_fbn_folds_the_pooled_moments_of_the_batches_into_the_shared_statistics(options: str, first: float) -> None:
+    made = tiny.plan(f"fbn({options})", rounds=3)
     run, spy = spied(made)
     list(run.rounds())
     layers = [e.layer for e in made.prepared.entries if e.part == "batch_mean"]
@@ -281,7 +297,7 @@ def test_fbn_folds_the_pooled_moments_of_the_batches_into_the_shared_statistics(
     for layer in layers:
         mean, var = (made.initial()[f"{layer}.running_{part}"] for part in ("mean", "var"))
         for number, exchange in enumerate(spy.log):
-            rate = 1.0 if number == 0 else 0.2
+            rate = first if number == 0 else 0.2
             weights = [8 / 29, 12 / 29, 9 / 29]
             fresh = average(exchange.outcomes, weights, f"{layer}.batch_mean")
             spread = sum(
@@ -315,11 +331,37 @@ def test_the_factor_of_hbn_is_learned_and_never_leaves_its_client() -> None:
 
 
 def test_hbn_is_tested_with_the_moments_of_all_data() -> None:
-    made = tiny.plan("hbn", data=tiny.federation((8, 12, 4)), train__local_steps=None, train__local_epochs=1)
+    data = tiny.federation((8, 12, 4))
+    made = tiny.plan("hbn(records=batch)", data=data, train__local_steps=None, train__local_epochs=1)
     server = tiny.play(made).server.tree
     name, mean, var = first_norm(made, server, made.federation.x)
     assert close(server[f"{name}.running_mean"], mean)
     assert close(server[f"{name}.running_var"], var)
+
+
+@pytest.mark.parametrize(("options", "first"), [("", 0.002), ("ema=0.1", 0.1), ("ema=0.1,first=1.0", 1.0)])
+def test_hbn_moves_the_shared_statistics_from_where_they_start_by_the_mixtures_it_saw(
+    options: str, first: float
+) -> None:
+    """Each client's first look, at its factor 0, is half of the batch's moments and half of the initial (0, 1)."""
+    made = tiny.plan(f"hbn({options})", rounds=2, eval__every=9)
+    run, spy = spied(made)
+    next(iter(run.rounds()))
+    weights = [8 / 29, 12 / 29, 9 / 29]
+    look, train = spy.log[:2]
+    layer = "bn1"
+    for job, outcome in zip(look.jobs, look.outcomes, strict=True):
+        assert float(job.start[f"{layer}.factor"].abs().max()) == 0
+        assert float(outcome.update.shared[f"{layer}.batch_var"].min()) > 0.5  # half of 1, and some of the batch's
+    mean = average(look.outcomes, weights, f"{layer}.batch_mean")
+    assert close(train.jobs[0].start[f"{layer}.running_mean"], first * mean)
+
+
+@pytest.mark.parametrize("expression", ["fbn(ema=0.0)", "hbn(ema=0.0)"])
+def test_rates_of_averages_are_checked(expression: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse(expression)
+    assert str(refusal.value) == "ema=0.0 is no rate of an average; give a number above 0, up to 1"
 
 
 def test_the_unsquared_penalty_is_another_one_with_no_pull_at_the_start() -> None:

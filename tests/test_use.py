@@ -20,6 +20,7 @@ from fednorm.errors import ConfigError
 from fednorm.methods import known_methods, parse
 from fednorm.models.registry import MODELS
 from fednorm.running import extensions
+from fednorm.running.sealed import sealed
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 OWN_METHOD = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "local-affine" in block)
@@ -169,7 +170,8 @@ def test_a_cell_of_a_comparison_is_not_believed(folder: Path) -> None:
     assert command("compare", "fedavg", *TINY, "--rounds", "1", "--out", "c", "--quiet").code == 0
     cell = Path("c/fedavg-seed0")
     stored = json.loads((cell / "config.json").read_text())
-    (cell / "config.json").write_text(json.dumps({**stored, "model": "subprocess:getoutput(cmd='touch touched')"}))
+    forged = sealed({**stored, "model": "subprocess:getoutput(cmd='touch touched')"})
+    (cell / "config.json").write_text(json.dumps(forged))
     (cell / "result.json").unlink()
     refused = command("resume", "c")
     assert (refused.code, Path("touched").exists()) == (2, False)

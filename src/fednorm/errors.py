@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import unicodedata
 from collections.abc import Iterable
 
 
@@ -75,6 +76,24 @@ class LockedError(FednormError):
     """Another process works in this folder."""
 
     exit_code = 6
+
+
+def visible(text: str) -> str:
+    r"""A text in which nothing acts on a terminal: what file names and files hold may be anybody's.
+
+    Control characters but tabs and ends of lines, marks that turn the direction of writing, and bytes that are no text
+    are shown by their number.
+
+    >>> visible("a\x1b[2Jb"), visible("\u202ec\udcff, é")
+    ('a\\x1b[2Jb', '\\u202ec\\udcff, é')
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(each if _is_harmless(each) else ascii(each)[1:-1] for each in text)
+
+
+def _is_harmless(character: str) -> bool:
+    return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def first_line(error: BaseException) -> str:

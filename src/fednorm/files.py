@@ -1,4 +1,8 @@
-"""How files are written: whole or not at all, under names that every system takes, with one error for a full disk."""
+"""How files are written: whole or not at all, under names that every system takes, with one error for a full disk.
+
+A run's folder may come from somebody else, so no link in it is followed: it would lead the writing, or the reading, to
+any other file of the user's.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,27 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fednorm.errors import CheckpointError, ConfigError, DiskError
+from fednorm.errors import CheckpointError, ConfigError, DiskError, first_line
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-_NO_PLACE = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+MOST_TEXT = 256 << 20
+"""Bytes of a JSON or TOML file that are read: one of a run with a million clients is smaller."""
+_NO_PLACE = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
 
 
 def safe_name(text: str) -> str:
@@ -41,11 +57,41 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise DiskError(f"'{path}' cannot be written: {error.strerror}; free some space and resume") from error
         if error.errno in _NO_PLACE:
             raise ConfigError(f"'{path}' cannot be written: {error.strerror}; choose another place") from None
         raise
+
+
+def refuse_links(*paths: Path) -> None:
+    """Refuse links where a run has its own files and folders, and whatever else is no plain file or folder."""
+    for path in paths:
+        with suppress(OSError):  # what is not there, or not to be seen, is nobody's trap
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                what = "a link, which fednorm does not follow here" if stat.S_ISLNK(mode) else "no plain file"
+                raise CheckpointError(f"'{path}' is {what}; put the file itself in its place, or remove it")
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of a run's folder for `os.read` and the like: a link or a pipe in its place is refused."""
+    refuse_links(path)  # with the better text; what follows holds also where somebody changes it in between
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return handle
+
+
+def read_bounded(path: Path, *, foreign: bool = True) -> bytes:
+    """A text file's bytes, of which there may not be absurdly many; links are followed only where the user's own."""
+    handle = open_plain(path) if foreign else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        data = file.read(MOST_TEXT + 1)
+    if len(data) > MOST_TEXT:
+        raise CheckpointError(f"'{path}' has more than {MOST_TEXT:,} bytes, which no such file has; give another")
+    return data
 
 
 @contextmanager
@@ -54,6 +100,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     draft = draft_of(path)
     with disk_errors(path):
         try:
+            draft.unlink(missing_ok=True)  # left behind by a kill, or laid there to lead the writing elsewhere
+            os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
             yield draft
             with draft.open("rb") as file:
                 os.fsync(file.fileno())  # a name that arrives before its bytes is an empty file after a power cut
@@ -69,7 +117,10 @@ def json_text(value: Any, indent: int | None = None) -> str:
     >>> json_text({"loss": float("nan"), "scores": [1.5, float("inf")]})
     '{"loss": null, "scores": [1.5, null]}'
     """
-    return json.dumps(finite(value)[0], indent=indent, allow_nan=False)
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except (TypeError, ValueError):  # some are not, which a look at each of them would find out more slowly
+        return json.dumps(finite(value)[0], indent=indent, allow_nan=False)
 
 
 def finite(value: Any) -> tuple[Any, dict[str, str]]:
@@ -127,10 +178,12 @@ def write_json(path: Path, value: Any, indent: int = 2) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file that belongs to a run."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_bounded(path))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"'{path.parent}' is not the folder of a run: it has no {path.name}") from None
     except OSError as error:
         raise CheckpointError(f"'{path}' cannot be read: {error.strerror}; give a folder that you may read") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"'{path}' is damaged ({error}); start the run anew") from None
+    except RecursionError:
+        raise CheckpointError(f"'{path}' is damaged (nested too deeply); start the run anew") from None
+    except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
+        raise CheckpointError(f"'{path}' is damaged ({first_line(error)}); start the run anew") from None

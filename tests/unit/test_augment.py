@@ -5,11 +5,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiny
 from fednorm.core import rng
-from fednorm.data.augment import augment, augment_with_mask, parse
+from fednorm.data.augment import apply, augment, augment_with_mask, draws, parse
+from fednorm.data.augment_steps import crop_of
 from fednorm.errors import ConfigError
+from test_stacked import gap
 
-SPECS = ("flip", "crop(2)+flip", "rotate(30)+flip", "window(6)+flip", "crop(3)+rotate(45)+window(5)")
+SPECS = (
+    "flip",
+    "crop(2)+flip",
+    "rotate(30)+flip",
+    "window(6)+flip",
+    "crop(3)+rotate(45)+window(5)",
+    "resized_crop+flip",
+    "crop(1)+resized_crop(0.2)+window(6)",
+)
 
 
 def images(batch=6, channels=3, height=9, width=8):
@@ -117,6 +128,16 @@ def test_none_returns_the_input_itself():
         ("crop(2.5)", "augmentation 'crop': pixels must be a whole number from 1 to 512, not '2.5'"),
         ("flip(x)", "augmentation 'flip': chance must be a number from 0 to 1, not 'x'"),
         ("rotate(nan)", "augmentation 'rotate': degrees must be a number from 0 to 180, not 'nan'"),
+        (
+            "resized_crop(low=0.9,high=0.5)",
+            "augmentation 'resized_crop': low=0.9 is above high=0.5; give low up to high",
+        ),
+        ("resized_crop(0)", "augmentation 'resized_crop': low must be a number from 1e-06 to 1, not '0'"),
+        (
+            "resized_crop(lo=0.1)",
+            "option of augmentation 'resized_crop' 'lo' is not known; did you mean 'low'?",
+        ),
+        ("flip(0.5,1)", "augmentation 'flip' takes chance and no more, not '1'"),
         ("crop(inf)", "augmentation 'crop': pixels must be a whole number from 1 to 512, not 'inf'"),
     ],
 )
@@ -124,3 +145,69 @@ def test_bad_specs_are_refused(spec, text):
     with pytest.raises(ConfigError) as caught:
         parse(spec)
     assert str(caught.value) == text
+
+
+def crops(shape, key, spec):
+    """Top, left, height and width of what is drawn for each image."""
+    drawn = draws(key, shape, parse(spec))[:, 0]
+    (top, height), (left, width) = (crop_of(drawn[:, which]) for which in (0, 1))
+    return torch.stack([top, left, height, width], 1).tolist()
+
+
+def test_a_resized_crop_is_the_crop_at_the_size_of_the_image():
+    x = (rng.bits(rng.key(8), (40, 3, 24, 20)) % 256).to(torch.uint8)
+    out = augment(x, rng.key(9), "resized_crop(0.08,1)")
+    for before, after, (top, left, height, width) in zip(
+        x, out, crops(x.shape, rng.key(9), "resized_crop"), strict=True
+    ):
+        crop = before[None, :, top : top + height, left : left + width].double()
+        expected = torch.nn.functional.interpolate(crop, (24, 20), mode="bilinear")[0]
+        assert float((after.double() - expected).abs().max()) < 2
+        assert float((after.double() - expected).mean().abs()) < 0.1
+
+
+def test_a_resized_crop_of_everything_is_the_image():
+    square = images(height=8, width=8)
+    assert torch.equal(augment(square, rng.key(0), "resized_crop(low=1,ratio=1)"), square)
+    exact = augment(square.double() / 7, rng.key(0), "resized_crop(low=1,ratio=1)")
+    assert torch.equal(exact, square.double() / 7)
+
+
+def test_resized_crops_lie_inside_and_have_the_area_and_the_ratio_asked_for():
+    found = torch.tensor(crops((4000, 1, 64, 64), rng.key(3), "resized_crop(low=0.2,high=0.8)")).double()
+    top, left, height, width = found.T
+    assert bool((top >= 0).all() and (left >= 0).all() and (top + height <= 64).all() and (left + width <= 64).all())
+    area, ratio = height * width / 64**2, width / height
+    assert (float(area.min()) > 0.18, float(area.max()) < 0.82) == (True, True)
+    assert abs(float(area.mean()) - 0.5) < 0.02
+    assert (float(ratio.min()) > 0.7, float(ratio.max()) < 1.43) == (True, True)
+    assert abs(float(ratio.log().mean())) < 0.02
+    assert abs(float(((top + 0.5) / (65 - height)).mean()) - 0.5) < 0.02
+
+
+def test_masks_of_resized_crops_keep_their_values_and_lie_on_their_images():
+    square = torch.zeros(64, 1, 32, 32, dtype=torch.uint8)
+    square[:, :, 8:24, 8:24] = 200
+    out, mask = augment_with_mask(square, square[:, 0] // 200 * 7, rng.key(5), "resized_crop(0.3)+flip")
+    assert set(mask.unique().tolist()) == {0, 7}
+    sure = (out[:, 0] == 0) | (out[:, 0] == 200)
+    assert torch.equal((out[:, 0] == 200)[sure], (mask == 7)[sure])
+    assert float(sure.double().mean()) > 0.8
+    drawn = draws(rng.key(5), square.shape, parse("resized_crop(0.3)+flip"))
+    mapped = torch.vmap(lambda x, y, drawn: apply(x, y, drawn, parse("resized_crop(0.3)+flip")))(
+        *(each.unflatten(0, (4, 16)) for each in (square, square[:, 0] // 200 * 7, drawn))
+    )
+    assert torch.equal(mapped[0].flatten(0, 1), out)
+    assert torch.equal(mapped[1].flatten(0, 1), mask)
+
+
+def test_an_image_that_no_crop_of_the_ratio_fits_is_taken_whole():
+    assert crops((3, 1, 2, 50), rng.key(0), "resized_crop(low=1)") == [[0, 0, 2, 50]] * 3
+
+
+def test_resized_crops_are_equal_in_a_program(monkeypatch):
+    monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})
+    choices = {"train__augment": "resized_crop(low=0.3)+flip", "data": tiny.federation((8, 8, 8)), "rounds": 2}
+    choices |= {"train__local_steps": 1, "eval__every": 2}
+    runs = [tiny.play(tiny.plan("fedavg", engine__name=name, **choices)) for name in ("sequential", "stacked")]
+    assert gap(*runs) < 1e-10

@@ -97,3 +97,14 @@ def test_a_validation_share_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
         tiny.plan("fedavg", data=tiny.federation((8, 2)), data__val_fraction=0.9)
     assert str(refusal.value) == "client 1 has no training examples left; lower data.val_fraction"
+
+
+@pytest.mark.parametrize(("cohort", "size"), [(None, 12), (2, 8)])
+def test_centralized_batches_are_as_large_as_a_round_s_clients_together_and_drawn_from_all_data(
+    cohort: int | None, size: int
+) -> None:
+    made = tiny.plan("centralized", data=tiny.federation((12, 12, 12)), clients_per_round=cohort)
+    stream = made.batches.stream(UNION)
+    assert stream.batch_size == size
+    owners = [(stream.batch(k) // 12).bincount(minlength=3).tolist() for k in range(3)]
+    assert any(len(set(counts)) > 1 for counts in owners)  # not so many of each client

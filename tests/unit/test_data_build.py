@@ -1,5 +1,7 @@
 """From data set and partition to federation: own test rows, limits, unseen clients, domains, feature shift."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -206,9 +208,22 @@ def test_resized_masks_keep_their_values_and_the_shape_of_the_image():
     assert small.train_x.shape == (1, 3, 4, 8)
     assert small.train_y.dtype == torch.uint8
     assert small.test_y[0, ::3, ::7].tolist() == [[0, 255], [3, 7]]
+    # The middle of a pixel at a third of the size is the middle of the nine it stands for.
+    ramp = torch.arange(12, dtype=torch.uint8).expand(1, 12, 12)
+    ramps = replace(scenes, train_x=images[..., :12], train_y=ramp, test_x=images[..., :12], test_y=ramp)
+    assert ramps.resized(4).train_y[0, 0].tolist() == [1, 4, 7, 10]
 
 
 def test_unknown_names_get_the_nearest(fashion):
     with pytest.raises(ConfigError, match="data set 'cifar' is not known; did you mean 'cifar10'"):
         load_dataset("cifar")
     assert np.array_equal(load_dataset("fashion-mnist-small").train_y.numpy(), fashion.train_y.numpy())
+
+
+def test_feature_shift_refuses_rows_that_several_clients_have(fashion):
+    text = (
+        r"^partition 'feature_shift' changes each client's images its own way, but row \d+ is dealt more than once; "
+        "leave out size$"
+    )
+    with pytest.raises(ConfigError, match=text):
+        make_federation(fashion, "feature_shift", 4, seed=0, inner="dir_client", size=400)

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from fednorm.data.fetch import fetch, unpack
+from fednorm.data.archives import unpack
+from fednorm.data.fetch import fetch
 from fednorm.data.sources import Download
 from fednorm.errors import ConfigError, DiskError
 

@@ -145,7 +145,7 @@ def test_every_registered_method_is_told_in_plain_values() -> None:
 def test_everything_a_method_is_made_of_is_told() -> None:
     told = describe_method("fixbn(at=0.25)+ws+clip(norm=2.0)+fedprox(mu=0.5)+tsmobn+pooled")
     first, second = (stage["phases"][0] for stage in told["stages"])
-    assert told["surgery"] == ["standardise weights (style=qiao, gain=None, learnable_gain=False)"]
+    assert told["surgery"] == ["standardise weights (style=qiao, gain=None, learnable_gain=False, linear_gain=None)"]
     assert told["switch"] == "after (at=0.25)"
     assert (first["losses"], first["grads"]) == (["proximal"], ["clip norm"])
     assert first["numbers"] == second["numbers"] == {"clip.norm": 2.0, "prox.mu": 0.5}

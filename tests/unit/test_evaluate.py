@@ -13,9 +13,11 @@ from torch.func import functional_call
 import tiny
 from fednorm.core.state import Kind, Tree
 from fednorm.halves.mine import ClientState
+from fednorm.running.cohorts import cohort_of
 from fednorm.running.evaluate import averaged, evaluate
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
+from fednorm.running.trained import model_of
 from fednorm.scoring.scores import MOST_NUMBERS
 
 
@@ -151,3 +153,48 @@ def test_evaluation_changes_nothing() -> None:
     often = tiny.fingerprint(tiny.play(tiny.plan("fedbn", eval__every=1)))
     seldom = tiny.fingerprint(tiny.play(tiny.plan("fedbn", eval__every=4)))
     assert (often["server"], often["clients"]) == (seldom["server"], seldom["clients"])
+
+
+def test_the_training_loss_of_a_round_is_also_told_with_clients_by_size() -> None:
+    run = tiny.play(tiny.plan("fedavg", rounds=1))
+    losses = [report.losses["all"] for report in run.server.reports]
+    row = next(iter(run.store.rows()))
+    assert row["train_loss"] == sum(losses) / 3
+    assert row["train_loss_weighted"] == (8 * losses[0] + 12 * losses[1] + 9 * losses[2]) / 29
+
+
+def test_local_state_may_be_averaged_over_the_last_cohort_alone() -> None:
+    chosen = {"clients_per_round": 2, "eval__average": "last_cohort", "eval__every": 1, "rounds": 6}
+    run = tiny.play(tiny.plan("fedbn", **chosen))
+    rows = list(run.store.rows())
+    last = rows[-1]["cohort"]
+    assert len(last) == 2
+    states = [run.store.get(client).tree for client in last]
+    mean = {key: torch.stack([state[key].double() for state in states]).mean(0) for key in states[0]}
+    pooled = rows[-1]["eval"]["pooled"]
+    assert pooled["accuracy"] == accuracy(run.plan, {**run.server.tree, **mean})
+    assert pooled["how"] == "averaged local state of the last cohort"
+    everybody = tiny.play(tiny.plan("fedbn", **{**chosen, "eval__average": "all"}))
+    assert tiny.fingerprint(everybody)["server"] == tiny.fingerprint(run)["server"]
+    assert averaged(run.plan, run.plan.phases[0], run.store).keys() == mean.keys()
+    tree = model_of(run.plan, run.store)
+    assert all(torch.equal(tree[key], mean[key].to(tree[key].dtype)) for key in mean if mean[key].dim())
+    stacked = tiny.play(tiny.plan("fedbn", **chosen, engine__name="stacked"))
+    pooled_of = [[row["eval"]["pooled"]["accuracy"] for row in each] for each in (rows, stacked.store.rows())]
+    assert pooled_of[0] == pooled_of[1]
+
+
+def test_who_was_in_a_round_can_be_asked_afterwards() -> None:
+    run = tiny.play(tiny.plan("fedavg", clients_per_round=2, world__dropout=0.4, rounds=8))
+    assert [cohort_of(run.plan, row["round"]) for row in run.store.rows()] == [
+        row.get("cohort", [0, 1, 2]) for row in run.store.rows()
+    ]
+    assert any("dropped" in row for row in run.store.rows())
+    assert [len(cohort_of(tiny.plan("fedavg"), number)) for number in (1, 2)] == [3, 3]
+
+
+def test_before_anybody_keeps_state_the_mean_is_over_all() -> None:
+    run = tiny.play(tiny.plan("fedbn", rounds=1))
+    phase = run.plan.phases[0]
+    everybody, nobody = averaged(run.plan, phase, run.store), averaged(run.plan, phase, run.store, {7})
+    assert all(torch.equal(everybody[key], nobody[key]) for key in everybody)

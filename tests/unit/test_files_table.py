@@ -318,3 +318,12 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError) as refused:
         people(path)
     assert str(refused.value) == 'reading a Parquet file needs pyarrow: pip install "fednorm[table]"'
+
+
+def test_a_row_of_two_clients_has_no_scale_of_its_own(tmp_path: Path) -> None:
+    files = table(save_table(tmp_path / "a.csv", table_rows()), target="sick", standardize="client")
+    with pytest.raises(ConfigError) as caught:
+        dealt(files, partition="dir_client", options={"size": 40})
+    text = str(caught.value)
+    assert text.startswith("data.standardize=client scales a row by its client's numbers, but row ")
+    assert text.endswith(" is dealt more than once; leave out size in data.partition, or give data.standardize=pooled")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -166,6 +167,21 @@ def test_hybrid_norm_mixes_by_the_factor() -> None:
     assert torch.allclose(new(x), copy.deepcopy(old).eval()(x), atol=1e-12)
     assert torch.allclose(new.eval()(x), old.eval()(x), atol=1e-12)
     assert torch.equal(new.running_var, old.running_var)
+
+
+@pytest.mark.parametrize("records", ["mixture", "batch"])
+def test_hybrid_norm_records_the_mixture_or_the_batch(records: str) -> None:
+    """The second channel leans to the shared statistics (0, 1) with 1 - sigmoid(ln 1/3) = 3/4."""
+    new, _ = ToHybridBN(records)(nn.BatchNorm2d(2).double())
+    with torch.no_grad():
+        new.factor.copy_(torch.tensor([0.0, math.log(1 / 3)], dtype=f64))
+    x = data((8, 5, 3, 4))[:, 3:]
+    mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+    own = torch.tensor([0.5, 0.25] if records == "mixture" else [1.0, 1.0], dtype=f64)
+    new(x)
+    assert torch.allclose(new.batch_mean, own * mean, atol=1e-12)
+    assert torch.allclose(new.batch_var, 1 - own + own * var, atol=1e-12)
+    assert not new.batch_mean.requires_grad
 
 
 def test_hybrid_factor_learns() -> None:

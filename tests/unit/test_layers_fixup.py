@@ -6,12 +6,27 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fednorm.errors import ConfigError
 from fednorm.layers.fixup import FixupRates, ShiftedConv2d, ShiftedLinear, ToFixup
 from fednorm.models.blocks import BasicBlock, ResidualBlock
 from fednorm.models.resnet import resnet18, resnet20, small_resnet
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """Every parameter away from where it starts, so that a mistake about one shows."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.rand_like(parameter))
+    return model
+
+
+def branch_of(block: BasicBlock, x: Tensor) -> Tensor:
+    conv = nn.functional.conv2d
+    first = conv(x + block.conv1.shift, block.conv1.weight, stride=block.conv1.stride, padding=1)
+    hidden = (first + block.bn1.shift).relu()
+    return conv(hidden + block.conv2.shift, block.conv2.weight, padding=1) * block.bn2.scale + block.bn2.shift
 
 
 def test_resnet20_has_the_published_parameters() -> None:
@@ -50,26 +65,48 @@ def test_branch_weights_have_the_published_spread_and_stay_a_rescaling() -> None
 def test_scalars_sit_where_the_paper_puts_them() -> None:
     torch.manual_seed(0)
     model, _ = ToFixup()(resnet20(10, 3).double())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.rand_like(parameter))
-    block = model.layer1[0]
+    block = shaken(model).layer1[0]
     assert isinstance(block, BasicBlock)
     x = torch.randn(2, 16, 8, 8, dtype=torch.float64)
-    conv = nn.functional.conv2d
-    hidden = (conv(x + block.conv1.shift, block.conv1.weight, padding=1) + block.bn1.shift).relu()
-    branch = conv(hidden + block.conv2.shift, block.conv2.weight, padding=1) * block.bn2.scale + block.bn2.shift
-    assert torch.allclose(block(x), (branch + x).relu(), atol=1e-12)
+    assert torch.allclose(block(x), (branch_of(block, x) + x).relu(), atol=1e-12)
     assert isinstance(model.fc, ShiftedLinear)
     assert not isinstance(model.conv1, ShiftedConv2d)
 
 
-def test_projection_shortcuts_lose_their_norm_but_keep_their_convolution() -> None:
-    model, _ = ToFixup()(small_resnet(4, 1))
-    shortcut = model.layer2[0].downsample
-    assert isinstance(shortcut[0], ShiftedConv2d)
-    assert isinstance(shortcut[1], nn.Identity)
-    assert shortcut[0].weight.any()
+def test_a_shortcut_without_parameters_sees_the_first_bias_and_appends_its_zeros() -> None:
+    torch.manual_seed(0)
+    block = shaken(ToFixup()(resnet20(10, 3).double())[0].layer2[0])
+    x = torch.randn(2, 16, 8, 8, dtype=torch.float64)
+    skipped = torch.cat([(x + block.conv1.shift)[:, :, ::2, ::2], torch.zeros(2, 16, 4, 4, dtype=torch.float64)], 1)
+    assert torch.allclose(block(x), (branch_of(block, x) + skipped).relu(), atol=1e-12)
+
+
+def test_a_projection_sees_the_first_bias_too_and_loses_its_norm() -> None:
+    torch.manual_seed(0)
+    block = shaken(ToFixup()(small_resnet(4, 1).double())[0].layer2[0])
+    x = torch.randn(2, 8, 8, 8, dtype=torch.float64)
+    skipped = nn.functional.conv2d(x + block.conv1.shift, block.downsample[0].weight, stride=2)
+    assert torch.allclose(block(x), (branch_of(block, x) + skipped).relu(), atol=1e-12)
+    assert isinstance(block.downsample[1], nn.Identity)
+    assert not isinstance(block.downsample[0], ShiftedConv2d)
+
+
+def test_the_stem_has_the_spread_of_torch_s_default_and_projections_that_of_their_outputs() -> None:
+    torch.manual_seed(0)
+    stem = ToFixup()(resnet20(10, 3))[0].conv1.weight
+    assert stem.std().item() == pytest.approx(1 / math.sqrt(3 * 27), rel=1e-5)  # 0.111
+    default = nn.Conv2d(3, 64 * 64, 3).weight
+    assert default.std().item() == pytest.approx(1 / math.sqrt(3 * 27), rel=0.01)
+    projection = ToFixup()(resnet18(10, 3))[0].layer2[0].downsample[0].weight
+    assert projection.std().item() == pytest.approx(math.sqrt(2 / 128), rel=1e-5)
+
+
+def test_blocks_keep_their_names_and_mode() -> None:
+    before = resnet20(10, 3).eval()
+    names = [name for name, _ in before.named_modules()]
+    after, _ = ToFixup()(before)
+    assert [name for name, _ in after.named_modules()] == names
+    assert not any(module.training for module in after.modules())
 
 
 def test_learning_rate_factors_cover_scalars_and_biases_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -180,3 +181,74 @@ def test_feature_norm_scales_the_input_of_the_last_linear_layer() -> None:
     assert list(model.state_dict()) == keys
     assert torch.isfinite(model[2](torch.zeros(1, 9, dtype=f64))).all()
     assert NormaliseFeatures()(nn.Conv2d(1, 1, 1))[1].changed == 0
+
+
+def without_norms(model: nn.Module, **options: float) -> tuple[nn.Module, tuple[str, ...]]:
+    model, report = StandardiseWeights("scaled", **options)(DropNorms()(model)[0])
+    return model, report.notes
+
+
+def test_convolutions_behind_linear_outputs_may_have_their_own_gain() -> None:
+    """Of MobileNetV2 those that widen, and the last one: each sees the end of a linear bottleneck."""
+    model, notes = without_norms(mobilenet_v2(10, 3), linear_gain=1.0)
+    gains = {name: module.gain for name, module in model.named_modules() if isinstance(module, WSConv2d)}
+    widening = {f"features.{block}.conv.0.0" for block in range(2, 18)} | {"features.18.0"}
+    assert {name for name, gain in gains.items() if gain == 1.0} == widening
+    assert {gain for name, gain in gains.items() if name not in widening} == {RELU_GAIN}
+    assert "17 of them see an output without an activation and have the gain 1.0" in notes
+
+
+@pytest.mark.parametrize("build", [resnet20, resnet18, small_resnet])
+def test_in_a_resnet_every_convolution_sees_activations_or_the_image(build: Callable[[int, int], nn.Module]) -> None:
+    model, _ = without_norms(build(10, 3), linear_gain=1.0)
+    assert {module.gain for module in model.modules() if isinstance(module, WSConv2d)} == {RELU_GAIN}
+
+
+def test_activations_may_be_functions_and_a_layer_used_twice_counts_by_both_uses() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(3))
+            self.twice = nn.Conv2d(2, 2, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.second(nn.functional.gelu(self.first(x)))
+            x = self.twice(nn.functional.avg_pool2d(x + 1, 1)).relu()
+            return self.third(self.twice(x))
+
+    model, _ = without_norms(nn.Sequential(Net(), nn.BatchNorm2d(2)), linear_gain=0.5)
+    assert [module.gain for module in model[0].children()] == [RELU_GAIN, RELU_GAIN, 0.5, RELU_GAIN]
+
+
+def test_a_gain_of_one_behind_linear_outputs_keeps_activations_off_their_ceiling() -> None:
+    """With the plain gain, widening convolutions make the variance 1.71^2 as large and ReLU6 cuts much of it off."""
+
+    def cut_off(**options: float) -> float:
+        torch.manual_seed(0)
+        model, _ = without_norms(mobilenet_v2(10, 3), **options)
+        shares: list[float] = []
+        for module in model.modules():
+            if isinstance(module, nn.ReLU6):
+                module.register_forward_hook(lambda _, args, y: shares.append(float((y >= 6).double().mean())))
+        with torch.no_grad():
+            model.eval()(torch.randn(4, 3, 32, 32))
+        return sum(shares) / len(shares)
+
+    assert cut_off(linear_gain=1.0) < cut_off() / 2
+
+
+def test_a_model_that_cannot_be_traced_is_named() -> None:
+    class Choosy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.conv(x if x.sum() > 0 else -x))
+
+    with pytest.raises(ConfigError) as refusal:
+        without_norms(Choosy(), linear_gain=1.0)
+    assert str(refusal.value) == (
+        "linear_gain=1.0 needs to know which layers have an activation, but the model cannot be traced (TraceError); "
+        "leave it out"
+    )

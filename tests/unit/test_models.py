@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
+from fednorm.core.expression import literal, parse_term
 from fednorm.core.state import Kind, digest, entries, model_state
 from fednorm.errors import ConfigError
 from fednorm.models import MODELS, ModelInfo, ResidualBlock, build, list_models, register_model
+from fednorm.models.calling import call_factory
 from fednorm.models.cnn import map_side
 
 # name, arguments of build, parameters, BatchNorm layers, affine values, statistic values
@@ -34,6 +36,7 @@ SIZES = [
     ("fedbs_mnist_cnn", {"in_channels": 1}, 29_034, 2, 96, 96),
     ("deeplabv3plus", {}, 5_225_203, 59, 35_232, 35_232),
     ("deeplabv3plus", {"backbone": "resnet50"}, 39_761_331, 61, 56_800, 56_800),
+    ("deeplabv3plus", {"backbone": "resnet18"}, 16_017_331, 28, 13_280, 13_280),
     ("small_resnet", {"in_channels": 1}, 19_810, 9, 336, 336),
     ("simple_cnn", {}, 1_626_442, 0, 0, 0),
     ("mlp_bn", {"in_channels": 1}, 118_794, 2, 512, 512),
@@ -75,6 +78,7 @@ SMALL = [
     ("vit_tiny", {}, 28),
     ("text_lstm", {"width": 8, "depth": 2}, 6),
     ("deeplabv3plus", {}, 64),
+    ("deeplabv3plus", {"backbone": "resnet18"}, 64),
     ("deeplabv3plus", {"backbone": "resnet50"}, 64),
 ]
 
@@ -153,6 +157,24 @@ def test_listing():
     assert MODELS["small_resnet"].options == ()
 
 
+def test_none_is_a_word_where_an_option_takes_words():
+    term = parse_term("lenet_cnn(norm=none)", "model", "")
+    plain = build(term.name, **term.options)
+    assert sum(p.numel() for p in plain.parameters()) == 89_578
+    assert digest(model_state(plain)) == digest(model_state(build("lenet_cnn", norm="none")))
+
+    def untyped(num_classes, norm="batch"):
+        assert norm == "none"
+        return nn.Linear(1, num_classes)
+
+    def optional(num_classes, norm: str | None = "batch"):
+        assert norm is None
+        return nn.Linear(1, num_classes)
+
+    for factory in (untyped, optional):
+        assert call_factory("own", factory, {"num_classes": 3}, {"norm": literal("none")}).out_features == 3
+
+
 def test_a_name_is_registered_once():
     with pytest.raises(ConfigError, match="model 'resnet20' is registered already; choose another name"):
         register_model("resnet20", summary="another", paper="none")(nn.Identity)
@@ -178,7 +200,7 @@ def test_option_a_shortcut_subsamples_and_pads_with_zeros():
 
 
 def test_dilated_backbones_stop_at_a_sixteenth():
-    for backbone in ("mobilenet_v2", "resnet50"):
+    for backbone in ("mobilenet_v2", "resnet18", "resnet50"):
         with torch.no_grad():
             low, high = build("deeplabv3plus", backbone=backbone).backbone(torch.zeros(2, 3, 64, 64))
         assert (low.shape[-1], high.shape[-1]) == (16, 4)

@@ -186,9 +186,9 @@ def test_models_of_installed_libraries(name, image_size):
         ),
         (
             "torchvision:resnet18",
-            {"colour": 1},
+            {"dropout": 0.1},
             "model 'torchvision:resnet18' refuses its sizes or options: "
-            "ResNet.__init__() got an unexpected keyword argument 'colour'",
+            "ResNet.__init__() got an unexpected keyword argument 'dropout'",
         ),
     ],
 )

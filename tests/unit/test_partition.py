@@ -46,6 +46,26 @@ def test_dirichlet_by_client_gives_equal_quotas(seed, num_clients, alpha):
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(seed=st.integers(0, 2**40), num_clients=st.integers(1, 12), size=st.integers(1, 700))
+def test_dirichlet_of_a_size_gives_it_to_all_and_repeats_a_row_only_where_its_class_has_no_more(
+    seed, num_clients, size
+):
+    clients = partition("dir_client", BALANCED, num_clients, seed, size=size)
+    assert [len(rows) for rows in clients] == [size] * num_clients
+    for rows in clients:
+        wanted = np.bincount(BALANCED[rows], minlength=10)
+        held = np.bincount(BALANCED[np.unique(rows)], minlength=10)
+        assert np.array_equal(held, np.minimum(wanted, 60))
+    again = partition("dir_client", BALANCED, num_clients, seed, size=size)
+    assert all(np.array_equal(a, b) for a, b in zip(clients, again, strict=True))
+
+
+def test_clients_of_a_size_share_rows_once_there_are_too_few():
+    rows = np.concatenate(partition("dir_client", BALANCED, 20, 0, size=100))
+    assert len(rows) == 2000
+    assert 400 < len(np.unique(rows)) <= 600
+
+
 @given(seed=st.integers(0, 2**40), num_clients=st.integers(1, 20))
 def test_unequal_shards_use_all_whole_shards(seed, num_clients):
     labels = labels_of(seed, 1037, 10)
@@ -147,6 +167,14 @@ def test_dashes_and_underscores_name_the_same_partition():
             "partition 'shards': classes_per_client must be a whole number, not 2.5",
         ),
         ("dir_client", 5, {"alpha": 0.0}, "partition 'dir_client': alpha must be positive and finite, not 0.0"),
+        ("dir_client", 5, {"size": 0}, "partition 'dir_client': size must be positive and finite, not 0"),
+        ("dir_client", 5, {"size": 2.5}, "partition 'dir_client': size must be a whole number, not 2.5"),
+        (
+            "dir_client",
+            5,
+            {"size": 3, "min_size": 4},
+            "partition 'dir_client' leaves client 0 with 3 examples, fewer than min_size 4; use a larger size",
+        ),
         ("iid", 0, {}, "the number of clients must be at least 1, not 0"),
         ("iid", 601, {}, "601 clients cannot share 600 examples; use at most 600 clients"),
         (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 
+from fednorm.core.expression import parse_term
 from fednorm.core.method import Method, Part
-from fednorm.core.registry import register
+from fednorm.core.registry import checked_options, register
 from fednorm.core.state import Kind, Policy
 from fednorm.errors import ConfigError
 from fednorm.methods import known_methods, parse
@@ -96,6 +98,13 @@ def test_mistakes_are_named(expression: str, message: str) -> None:
 
 def test_a_whole_number_is_a_fraction_where_a_fraction_is_wanted() -> None:
     assert parse("fedprox(mu=1)").phases[0].rule.numbers == {"prox.mu": 1.0}
+
+
+def test_none_is_a_word_where_an_option_takes_it() -> None:
+    def chosen(style: Literal["none", "all"] = "all", word: str = "x", bound: float | None = 1.0) -> None: ...
+
+    term = parse_term("chosen(style=none,word=none,bound=none)", "method", "")
+    assert checked_options(term, chosen) == {"style": "none", "word": "none", "bound": None}
 
 
 def test_a_name_is_registered_once() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednorm.core.schedule import lr_factor
+from fednorm.core.schedule import lr_factor, warmup_factor
 from fednorm.errors import ConfigError
 
 SCHEDULES = st.sampled_from(["constant", "step", "cosine", "linear", "step(factor=0.5,at=0.2/0.4/0.9)"])
@@ -59,3 +59,9 @@ def test_mistakes_are_named(schedule: str, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         lr_factor(schedule, 1, 10)
     assert str(refusal.value).startswith(message)
+
+
+def test_a_warm_up_by_a_share_ends_where_the_share_does() -> None:
+    assert [warmup_factor(0.29, number, 100) for number in (28, 29)] == [28 / 29, 1.0]
+    assert [warmup_factor(0.3, number, 9) for number in (1, 2)] == [0.5, 1.0]  # 2.7 rounds
+    assert warmup_factor(0.1, 1, 5) == 1.0  # at least one round

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fednorm.core.method import Memory, Progress, Switch
 from fednorm.core.report import Report
+from fednorm.core.schedule import lr_factor
 from fednorm.errors import ConfigError
 from fednorm.pieces.switches import After, WhenLossesAgree, WhenSettled, last_round_before
 
@@ -38,7 +39,23 @@ def shifts(**values: float) -> list[Report]:
 def test_a_fraction_is_rounded_down(fraction: float, rounds: int) -> None:
     last = last_round_before(fraction, rounds)
     assert 0 <= last <= rounds
-    assert last <= fraction * rounds < last + 1
+    assert last <= fraction * rounds + 1e-9 < last + 1
+
+
+@given(st.integers(1, 99), st.integers(1, 300))
+def test_a_freeze_and_a_drop_of_the_rate_at_the_same_share_come_together(percent: int, rounds: int) -> None:
+    last = last_round_before(percent / 100, rounds)
+    assert last == percent * rounds // 100
+    number = max(1, last)  # a run always begins with the whole rate
+    drop = f"step(factor=0.5,at={percent / 100})"
+    assert [lr_factor(drop, each, rounds) for each in (number, number + 1)] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(("share", "rounds", "last"), [(0.5, 25, 12), (0.29, 100, 29), (0.57, 100, 57), (0.1, 30, 3)])
+def test_shares_of_rounds_worked_by_hand(share: float, rounds: int, last: int) -> None:
+    assert stages(After(share), [[]] * (rounds - 1)) == [0] * last + [1] * (rounds - last)
+    factors = [lr_factor(f"step(factor=0.5,at={share})", number, rounds) for number in range(1, rounds + 1)]
+    assert factors == [1.0] * last + [0.5] * (rounds - last)
 
 
 def test_the_round_itself_still_belongs_to_the_first_stage() -> None:
@@ -86,7 +103,7 @@ def test_the_clients_join_by_maximum_or_mean() -> None:
     assert stages(WhenSettled("shift", 2, 1.5, "current", "mean"), restless)[-1] == 1
 
 
-def test_the_window_slides_and_must_be_full() -> None:
+def test_the_window_slides_and_must_be_over_once() -> None:
     switch = WhenSettled("shift", 3, 0.1, "current", "max")
     calm = [shifts(c0=1.0)] * 2
     assert stages(switch, calm) == [0, 0, 0]
@@ -98,9 +115,31 @@ def test_it_latches() -> None:
     assert stages(WhenSettled("shift", 2, 0.1, "current", "max"), reports) == [0, 0, 1, 1, 1]
 
 
-def test_clients_that_rest_keep_their_window() -> None:
-    reports = [shifts(c0=1.0), shifts(c1=5.0), shifts(c0=1.0), shifts(c1=1.0)]
-    assert stages(WhenSettled("shift", 2, 0.1, "current", "max"), reports) == [0, 0, 0, 1, 1]
+def test_a_rarely_drawn_client_that_still_moves_holds_the_freeze_back() -> None:
+    """Client 1 reports in two of four rounds: V_1 = ((5 - 2)^2 + 0) / 2 = 4.5 over its two reports."""
+    reports = [shifts(c0=1.0, c1=5.0), shifts(c0=1.0), shifts(c0=1.0), shifts(c0=1.0, c1=2.0)]
+    assert stages(WhenSettled("shift", 4, 4.4, "current", "max"), reports)[-1] == 0
+    assert stages(WhenSettled("shift", 4, 4.6, "current", "max"), reports)[-1] == 1
+    assert stages(WhenSettled("shift", 4, 2.2, "mean", "max"), reports)[-1] == 0  # around 3.5: 1.5^2
+    assert stages(WhenSettled("shift", 4, 2.3, "mean", "max"), reports)[-1] == 1
+    assert stages(WhenSettled("shift", 4, 2.2, "current", "mean"), reports)[-1] == 0  # (0 + 4.5) / 2
+    assert stages(WhenSettled("shift", 4, 2.3, "current", "mean"), reports)[-1] == 1
+
+
+def test_reports_leave_the_window_by_round_and_a_single_one_does_not_count() -> None:
+    switch = WhenSettled("shift", 2, 0.1, "current", "max")
+    assert stages(switch, [shifts(c0=1.0), shifts(c1=5.0), shifts(c0=1.0), shifts(c1=1.0)]) == [0] * 5
+    moving_once = [shifts(c0=1.0, c1=5.0), shifts(c0=1.0), shifts(c0=1.0)]
+    assert stages(switch, moving_once) == [0, 0, 1, 1]
+
+
+def test_what_is_remembered_is_the_window_alone_and_nothing_after_the_switch() -> None:
+    switch = WhenSettled("shift", 2, 0.1, "current", "max")
+    memory: Memory = {}
+    for number, reports in enumerate([[], shifts(c0=1.0), shifts(c1=2.0), shifts(c1=9.0)], start=1):
+        memory, _ = switch(memory, Progress(number, 9), reports)
+    assert memory == {"told": {"1": [[2, 2.0], [3, 9.0]]}}
+    assert switch(memory, Progress(5, 9), shifts(c1=9.0)) == ({"switched": True}, 1)
 
 
 @pytest.mark.parametrize(

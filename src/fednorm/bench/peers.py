@@ -100,7 +100,7 @@ def peer_of(script: Path) -> str:
 
 def environment() -> dict[str, str]:
     """Ours, less what would make another Python see our packages or obey our thread counts."""
-    ours = ("PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    ours = ("PYTHONPATH", "PYTHONSAFEPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 

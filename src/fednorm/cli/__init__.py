@@ -12,10 +12,11 @@ from typing import TextIO
 
 import typer
 
-from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, resume, run
-from fednorm.cli.output import Stopped, complain
+from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, reproduce, resume, run
+from fednorm.cli.output import Stopped, complain, echo
 from fednorm.engines.machine import is_first
-from fednorm.errors import FednormError, UserCodeError
+from fednorm.errors import DiskError, FednormError, UserCodeError
+from fednorm.files import FULL
 
 __all__ = ["app", "main"]
 
@@ -30,6 +31,7 @@ for name, verb in {
     "run": run.run,
     "compare": compare.compare,
     "resume": resume.resume,
+    "reproduce": reproduce.reproduce,
     "inspect": inspect.inspect,
     "export": export.export,
     "methods": catalogue.methods,
@@ -65,6 +67,13 @@ UsageError = typer.BadParameter.__mro__[1]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and leave the process with its exit code."""
+    # Processes that this one starts would look for multiprocessing, json and all else in the folder one is in first.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    for name in ("stdout", "stderr"):
+        if (
+            getattr(sys, name) is None
+        ):  # closed by whoever started us: the next file that is opened would take its place
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.exit(exit_code(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -93,20 +102,23 @@ def _exit_code(arguments: Sequence[str], loud: TextIO) -> int:
         complain(error)
         return error.exit_code
     except Stopped as stop:
-        print(stop, file=sys.stderr)
+        echo(stop, file=sys.stderr)
         return stop.exit_code
     except BrokenPipeError:
-        # The reader (`fednorm methods | head`) has seen enough; Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()  # the reader (`fednorm methods | head`) has seen enough
         return 128 + signal.SIGPIPE
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+            complain(f"what was to be printed cannot be written: {error.strerror}; give it another place")
+            _leave_stdout()
+            return DiskError.exit_code
         if isinstance(error, UsageError):
             complain(f"{error.format_message().rstrip('.')} (see `{_help_of(error)}`)")  # pyright: ignore[reportAttributeAccessIssue]
             return 2
         with redirect_stderr(loud):
-            traceback.print_exc()
+            echo(traceback.format_exc().rstrip("\n"), file=sys.stderr)
             complain(
                 "this is a bug in fednorm; please report it with the lines above and the output of `fednorm doctor`"
             )
@@ -114,13 +126,19 @@ def _exit_code(arguments: Sequence[str], loud: TextIO) -> int:
     return done if isinstance(done, int) else 0
 
 
+def _leave_stdout() -> None:
+    """Give up on stdout: Python would try again, and complain again, when it closes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def print_traceback(error: FednormError) -> None:
     """Where an error came from; of the user's own code, only what the user wrote and what it called."""
     notes: list[str] = getattr(error, "__notes__", [])  # the traceback of another process comes as one
     if notes:
-        print("\n".join(notes), file=sys.stderr)
+        echo("\n".join(notes), file=sys.stderr)
     else:
-        traceback.print_exception(error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ else error)
+        own = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ else error
+        echo("".join(traceback.format_exception(own)).rstrip("\n"), file=sys.stderr)
 
 
 def _help_of(error: Exception) -> str:

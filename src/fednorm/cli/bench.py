@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fednorm.cli.flags import Json, Quiet, option
-from fednorm.cli.output import Stopped, print_json, print_table
+from fednorm.cli.output import Stopped, echo, print_json, print_table
 
 _SIZES, _EFFORT, _OUTPUT = "Workloads", "Effort", "Output"
 
@@ -90,6 +90,6 @@ def bench(
     else:
         rows = [row for section in report.sections for row in section.rows()]
         print_table(["benchmark", "variant", "median", "spread", "ratio", "note"], rows, numbers=["median", "ratio"])
-        print("\n".join(report.lines()))
+        echo("\n".join(report.lines()))
     if report.interrupted:
         raise Stopped(f"stopped; what was measured is {f'in {out}' if out else 'above'}", 130)

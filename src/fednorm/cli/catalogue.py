@@ -10,7 +10,7 @@ import typer
 from fednorm.cli import complete
 from fednorm.cli.flags import Json, Use
 from fednorm.cli.method_text import print_method
-from fednorm.cli.output import print_json, print_table, say
+from fednorm.cli.output import echo, print_json, print_table, say
 
 
 def methods(
@@ -73,7 +73,7 @@ def methods(
         spare=["paper", "needs", "exchanges", "stays local"],
         readable=36,
     )
-    print()
+    echo()
     say("bytes: what a ResNet20 client sends in a round, of FedAvg's; stage by stage where a method has two")
     say("all of one, options too: `fednorm methods NAME`; join methods with +: fedprox(mu=0.01)+gn")
 
@@ -120,7 +120,7 @@ def models(use: Use = [], json: Json = False) -> None:  # noqa: B006
         numbers=["parameters"],
         spare=["options", "task"],
     )
-    print()
+    echo()
     say("also: timm:NAME, torchvision:NAME, and your own package.module:factory")
 
 
@@ -174,5 +174,5 @@ def datasets(
         numbers=["training", "test", "classes"],
         spare=["classes", "test", "training"],
     )
-    print()
+    echo()
     say("`fednorm data info NAME` says more of one, and how to get it")

@@ -10,7 +10,7 @@ import typer
 from fednorm.cli import complete
 from fednorm.cli.data_text import facts_text
 from fednorm.cli.flags import Assignments, Json, Quiet, Use
-from fednorm.cli.output import print_json, size_text
+from fednorm.cli.output import echo, print_json, size_text
 from fednorm.cli.settings import resolve
 from fednorm.errors import ConfigError
 
@@ -69,10 +69,10 @@ def fetch(name: Name, data_dir: DataDir = None, quiet: Quiet = False) -> None:
         if percent // 10 != shown.get(path, -1):
             shown[path] = percent // 10
             whole = f" of {size_text(total)}" if total else ""
-            print(f"{path}: {size_text(done)}{whole}", file=sys.stderr, flush=True)
+            echo(f"{path}: {size_text(done)}{whole}", file=sys.stderr, flush=True)
 
     for path in download(name, data_folder(name, data_dir), None if quiet else progress):
-        print(path)
+        echo(path)
 
 
 Partition = Annotated[
@@ -128,9 +128,9 @@ def check(
         print_json({**facts, "problems": problems})
     else:
         for line in (facts_text(facts) if facts else []) + [""] * bool(facts):
-            print(line)
+            echo(line)
         for problem in problems or ["a run would refuse nothing"]:
-            print(f"problem: {problem}" if problems else problem)
+            echo(f"problem: {problem}" if problems else problem)
     if problems:
         many = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(f"{name} has {many} that a run would refuse; they are listed above")
@@ -173,9 +173,9 @@ def partition(
     if json:
         print_json(entries)
         return
-    print(table(entries))
+    echo(table(entries))
     if picture:
-        print(f"picture: {picture}")
+        echo(f"picture: {picture}")
 
 
 def _flags(
@@ -210,6 +210,6 @@ def _print_facts(facts: dict[str, Any], json: bool) -> None:
     for key, value in facts.items():
         if value not in ("", None, (), [], False):
             text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            print(f"{key.replace('_', ' ')}: {size_text(facts['bytes']) if key == 'bytes' else text}")
+            echo(f"{key.replace('_', ' ')}: {size_text(facts['bytes']) if key == 'bytes' else text}")
     if not facts["here"]:
-        print("here: no")
+        echo("here: no")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fednorm.cli.flags import Jobs, Json, Out
-from fednorm.cli.output import say
+from fednorm.cli.output import echo, say
 from fednorm.cli.settings import Asked
 
 NEXT = """next:
@@ -41,4 +41,4 @@ def demo(
     folders = all_folders(METHODS, SEEDS, folder)
     finish(asked, watch(asked, folder, folders, lambda tell: play_demo(folder, jobs=asked.jobs, on_row=tell)))
     if not json:
-        print(NEXT)
+        echo(NEXT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fednorm.cli.flags import Json
-from fednorm.cli.output import print_json, say, size_text
+from fednorm.cli.output import echo, print_json, say, size_text
 
 
 def doctor(json: Json = False) -> None:
@@ -24,7 +24,7 @@ def doctor(json: Json = False) -> None:
         line = missing_line(extra, packages)
         say(f"extra {extra}: {listed}")
         if line:
-            print(f"  get it with: {line}")
+            echo(f"  get it with: {line}")
     say(f"data folder (FEDNORM_DATA): {found['data_folder'] or 'not set'}")
     say(f"data sets here: {', '.join(found['datasets'])}")
     say(f"one round (5 clients, 10 steps of 20 images, small_resnet): {found['seconds_per_round']:.2f} s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fednorm.cli.output import print_json, size_text
+from fednorm.cli.output import echo, print_json, size_text
 from fednorm.cli.play import place_of, refuse_watchers
 from fednorm.cli.settings import Asked
 from fednorm.running.config import updated
@@ -14,6 +14,7 @@ from fednorm.running.config import updated
 def print_preview(asked: Asked, methods: list[str], comparison: bool = False) -> None:
     """Say what would be done; nothing is written."""
     from fednorm.running.comparison import settled
+    from fednorm.running.consent import named_code
     from fednorm.running.folder import RunFolder
     from fednorm.running.plan import make_plan
     from fednorm.running.trial import try_out
@@ -26,7 +27,8 @@ def print_preview(asked: Asked, methods: list[str], comparison: bool = False) ->
     if several:
         base, methods = settled(methods, base, asked.seeds, asked.jobs)
     RunFolder(place_of(asked, methods)).refuse_place()
-    plans = [make_plan(updated(base, {"method": method})) for method in methods]
+    code = named_code(base)  # it was typed, or consented to when the file was read
+    plans = [make_plan(updated(base, {"method": method}), code=code) for method in methods]
     for plan in plans:
         try_out(plan)
     found = [preview(plan) for plan in plans]
@@ -39,28 +41,28 @@ def print_preview(asked: Asked, methods: list[str], comparison: bool = False) ->
     _print_config(found[0]["config"], single=len(methods) == 1)
     from fednorm.data.summary import table
 
-    print(f"\n{table(found[0]['clients'])}\n")
+    echo(f"\n{table(found[0]['clients'])}\n")
     for line in found[0]["data_notes"]:
-        print(f"data: {line}")
+        echo(f"data: {line}")
     for method, each in zip(methods, found, strict=True):
         for line in each["bytes_per_client"]:
             # The last exchanges are with all clients, whoever takes part in a round.
             in_round = isinstance(line["stage"], int)
             who = f"each of {each['clients_per_round']} clients" if in_round else "every client"
-            print(
+            echo(
                 f"{method}, {line['when']}, {line['phase']}: {who} sends {size_text(line['up'])} and receives "
                 f"{size_text(line['down'])}{' a round' if in_round else ''}"
             )
         for note in each["notes"]:
-            print(f"{method}: {note}")
+            echo(f"{method}: {note}")
     runs = len(methods) * len(asked.seeds)
-    print(f"estimated time: {duration(seconds)} for {runs} run{'s' if runs > 1 else ''}; nothing was written")
+    echo(f"estimated time: {duration(seconds)} for {runs} run{'s' if runs > 1 else ''}; nothing was written")
 
 
 def _print_config(config: dict[str, Any], single: bool) -> None:
     from fednorm.running.recipe import to_toml
 
-    print(to_toml(config if single else {key: value for key, value in config.items() if key != "method"}))
+    echo(to_toml(config if single else {key: value for key, value in config.items() if key != "method"}))
 
 
 def duration(seconds: float) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fednorm.cli.flags import AllowCode, Use
+from fednorm.cli.output import echo
 from fednorm.errors import unknown
 
 
@@ -31,4 +32,4 @@ def export(
         raise unknown("model", which, ["last", "best"])
     from fednorm.views.export import export as write
 
-    print(write(folder, output, client=client, which=which, fold=fold, use=use, allow_code=allow_code))
+    echo(write(folder, output, client=client, which=which, fold=fold, use=use, allow_code=allow_code))

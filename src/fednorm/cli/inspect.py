@@ -9,7 +9,7 @@ import typer
 from fednorm.cli import complete
 from fednorm.cli.flags import AllowNoop, Json, Use
 from fednorm.cli.method_text import print_method
-from fednorm.cli.output import print_json, print_table, say, size_text
+from fednorm.cli.output import echo, print_json, print_table, say, size_text
 
 
 def inspect(
@@ -65,7 +65,7 @@ def _print(found: dict[str, Any], union: bool) -> None:
         numbers=["bytes"],
     )
     totals = found["totals"]
-    print()
+    echo()
     say(f"{found['model']} with {found['method']}: {totals['entries']} entries, {size_text(totals['bytes'])}")
     for title in ("by_policy", "by_kind"):
         parts = [f"{name} {each['entries']} ({size_text(each['bytes'])})" for name, each in totals[title].items()]
@@ -77,5 +77,5 @@ def _print(found: dict[str, Any], union: bool) -> None:
         say(f"each client, {line['when']}, {line['phase']}: {sent}")
     for note in found["notes"]:
         say(f"note: {note}")
-    print()
+    echo()
     print_method(found["details"])

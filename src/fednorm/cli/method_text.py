@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fednorm.cli.output import say, size_text
+from fednorm.cli.output import echo, say, size_text
 
 
 def print_method(facts: dict[str, Any]) -> None:
@@ -15,9 +15,9 @@ def print_method(facts: dict[str, Any]) -> None:
     _print_lines(_whole(facts))
     for when, exchanges in _in_time(facts):
         for phase in exchanges["phases"]:
-            print(f"\n{when}, {phase['name']}")
+            echo(f"\n{when}, {phase['name']}")
             _print_lines(_phase(phase))
-    print("\npieces")
+    echo("\npieces")
     _print_lines((piece, about) for piece, about in facts["pieces"].items() if about)
 
 

@@ -6,9 +6,11 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fednorm.cli.table import Table, fitted, wrapped
+from fednorm.errors import visible
 from fednorm.files import json_text
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 HEADINGS = {"pooled": "pooled test", "own_client": "own-client test", "domains": "domains", "unseen": "unseen clients"}
 FOOTNOTES = {
     "averaged local state": "pooled test uses the mean of the clients' local state",
+    "averaged local state of the last cohort": "pooled test uses the mean of the last round's clients' local state",
     "mean over the clients' own models": "pooled test is the mean over the clients' own models, each on the whole set",
 }
 _MARKS = "*†‡§"
@@ -30,9 +33,15 @@ class Stopped(Exception):
         self.exit_code = exit_code
 
 
+def echo(text: object = "", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print a text; what is foreign in it does nothing to a terminal."""
+    print(visible(str(text)), file=file, flush=flush)
+
+
 def complain(problem: object) -> None:
-    """One line on stderr."""
-    print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
+    """One line on stderr; where that cannot be written, the exit code has to say it all."""
+    with suppress(OSError):
+        echo(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:
@@ -48,7 +57,7 @@ def width() -> int | None:
 
 def say(text: str, indent: str = "  ") -> None:
     """Print a text, in a terminal broken between words; lines after the first are indented."""
-    print("\n".join(wrapped(text, width(), indent)))
+    print("\n".join(wrapped(visible(text), width(), indent)))
 
 
 def print_table(
@@ -65,7 +74,8 @@ def print_table(
     from rich.console import Console
     from rich.text import Text
 
-    laid = fitted(Table(columns, list(rows), numbers, spare, readable), width())
+    shown = [[visible(cell) for cell in row] for row in rows]
+    laid = fitted(Table(columns, shown, numbers, spare, readable), width())
     # Text: names such as [report] are no markup; the lines are laid out already.
     Console(highlight=False).print(Text("\n".join(laid.heading), style="bold"), soft_wrap=True)
     for line in laid.body:

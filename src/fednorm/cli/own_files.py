@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fednorm.cli.output import echo
 from fednorm.data.from_files.source import find_source
 from fednorm.running.config import RunConfig
 
@@ -40,7 +41,7 @@ def tell_of_files(asked: Asked) -> None:
     federation = build_federation(asked.config)
     stream = sys.stderr if asked.json else sys.stdout
     for line in data_lines(asked.config, len(federation.clients), federation.notes):
-        print(line, file=stream)
+        echo(line, file=stream)
 
 
 def data_lines(config: RunConfig, clients: int, notes: tuple[str, ...]) -> list[str]:

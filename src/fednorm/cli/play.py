@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fednorm.cli.output import Stopped, print_json, print_scores, say
+from fednorm.cli.output import Stopped, echo, print_json, print_scores, say
 from fednorm.cli.own_files import tell_of_files
 from fednorm.cli.settings import Asked
 
@@ -138,11 +138,11 @@ def finish(asked: Asked, result: Result) -> None:
             )
             say(f"{run['method']} seed {run['seed']}: best validation in round {best['round']}: {scores}")
     if seen:
-        print()
+        echo()
         say(seen, indent="")
     if several:
-        print(f"curves: {picture}" if picture else 'no picture of the curves: pip install "fednorm[report]"')
-    print(f"folder: {result.folder}")
+        echo(f"curves: {picture}" if picture else 'no picture of the curves: pip install "fednorm[report]"')
+    echo(f"folder: {result.folder}")
 
 
 def note_lines(result: Result) -> list[str]:

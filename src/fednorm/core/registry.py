@@ -196,6 +196,8 @@ def checked_options(term: Term, make: Callable[..., Any], handed: Collection[str
         options = [option for each in get_args(hint) or (hint,) for option in get_args(each) or (each,)]
         if float in options and int not in options and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
+        if value is None and type(None) not in options and (str in options or "none" in options):
+            value = "none"  # the grammar reads it as nothing
         if not any(_fits(value, option) for option in options):
             expected = " or ".join(option.__name__ if isinstance(option, type) else repr(option) for option in options)
             raise ConfigError(f"'{term}': {value!r} does not fit; {key} takes {expected}")

@@ -24,6 +24,11 @@ class World:
     slowness: float = 0.5
     """least share of its steps that a slow client does"""
 
+    @property
+    def spares_all(self) -> bool:
+        """Whether no client is ever gone or slow."""
+        return not (self.dropout or self.stragglers)
+
     def present(self, round: int, clients: Sequence[int]) -> list[int]:
         """Those of the clients that are there in a round: one at least, the last that would go.
 

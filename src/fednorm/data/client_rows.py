@@ -72,6 +72,16 @@ def consecutive_rows(sizes: Sequence[int]) -> Sequence[Tensor]:
     return ClientRows(torch.tensor(starts), torch.tensor(stops))
 
 
+def shared_row(clients: Iterable[Tensor]) -> int | None:
+    """A row that more than one client has, or one client twice; None where each row is one client's.
+
+    >>> shared_row([torch.tensor([0, 2]), torch.tensor([1])]), shared_row([torch.tensor([0, 2]), torch.tensor([2])])
+    (None, 2)
+    """
+    times = torch.bincount(torch.cat(tuple(clients)))
+    return int(times.argmax()) if int(times.max()) > 1 else None
+
+
 def _bounds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     stops = list(accumulate(sizes))
     return [stop - size for stop, size in zip(stops, sizes, strict=True)], stops

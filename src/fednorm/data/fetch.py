@@ -8,19 +8,16 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
-import shutil
-import tarfile
-import tempfile
 import urllib.error
 import urllib.request
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fednorm.data.archives import unpack
 from fednorm.data.registry import DATASETS
 from fednorm.data.sources import BY_HAND, DOWNLOADS, Download
 from fednorm.errors import ConfigError, DiskError, unknown
-from fednorm.files import draft_of
+from fednorm.files import draft_of, open_plain
 
 Progress = Callable[[str, int, int | None], None]
 """(path below the data folder, bytes so far, bytes in all where known)"""
@@ -76,7 +73,7 @@ def _fetch_one(download: Download, folder: Path, report: Progress, timeout: floa
         os.replace(part, target)
     if not download.unpack:
         return [target]
-    placed = unpack(target)
+    placed = unpack(target, download.brings)
     target.unlink()
     return placed
 
@@ -132,32 +129,23 @@ def _continue(download: Download, part: Path, report: Progress, timeout: float) 
         done = start if resumed else 0  # a server without ranges sends everything again
         length = answer.headers.get("Content-Length")
         total = done + int(length) if length is not None and length.isdigit() else None
-        with part.open("ab" if resumed else "wb") as file:
+        _refuse_more(download, part, total or 0)
+        with os.fdopen(
+            open_plain(part, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if resumed else os.O_TRUNC)), "wb"
+        ) as file:
             while block := answer.read(BLOCK):
-                file.write(block)
                 done += len(block)
+                _refuse_more(download, part, done)
+                file.write(block)
                 report(download.path, done, total)
     return total is None or done >= total
 
 
-def unpack(archive: Path) -> list[Path]:
-    """Unpack a tar or zip beside itself; each entry of its top level appears complete or not at all."""
-    with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".unpack-") as temporary:
-        room = Path(temporary)
-        try:
-            if zipfile.is_zipfile(archive):
-                with zipfile.ZipFile(archive) as file:
-                    file.extractall(room)  # noqa: S202 (zipfile removes .. and absolute paths itself)
-            else:
-                with tarfile.open(archive) as file:
-                    file.extractall(room, filter="data")
-        except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
-            raise ConfigError(f"{archive} cannot be unpacked ({error}); delete it and fetch it again") from error
-        placed = []
-        for entry in sorted(room.iterdir()):
-            target = archive.parent / entry.name
-            if target.is_dir():
-                shutil.rmtree(target)
-            os.replace(entry, target)
-            placed.append(target)
-        return placed
+def _refuse_more(download: Download, part: Path, size: int) -> None:
+    """Refuse a home that sends without an end, or something else than was asked for."""
+    if size > download.most_bytes:
+        part.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{download.url} has more than the {download.most_bytes:,} bytes it may have; nothing was kept, and if it "
+            "happens twice the home has changed"
+        )

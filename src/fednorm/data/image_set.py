@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fednorm.data.memory import in_words, memory_limit
 from fednorm.errors import ConfigError, unknown
+
+MOST_NUMBERS = 1 << 26
+"""Numbers in float32 that are held at a time while images are brought to another size."""
 
 
 def resize(x: Tensor, height: int, width: int) -> Tensor:
-    """uint8 images (N, C, H, W) at another size: bilinear, smoothed when made smaller, 1,024 at a time."""
+    """uint8 images (N, C, H, W) at another size: bilinear, smoothed when made smaller, some at a time."""
     if x.shape[2:] == (height, width):
         return x
     out = x.new_empty((*x.shape[:2], height, width))
-    for target, part in zip(out.split(1024), x.split(1024), strict=True):
+    some = max(1, min(1024, MOST_NUMBERS // (x.shape[1] * height * width)))
+    for target, part in zip(out.split(some), x.split(some), strict=True):
         target.copy_(functional.interpolate(part.float(), (height, width), mode="bilinear", antialias=True).round())
     return out
 
@@ -99,14 +104,30 @@ class ImageSet:
 
     def resized(self, side: int) -> ImageSet:
         """The same set with images `side` pixels high; masks by nearest pixel, the shape of the image kept."""
+        if self.train_x.dtype != torch.uint8 or self.train_x.dim() != 4:
+            raise ConfigError(
+                f"data.size={side} is for images in bytes, but an example of '{self.name}' is "
+                f"{str(self.train_x.dtype).removeprefix('torch.')} of shape {tuple(self.train_x.shape[1:])}; "
+                "leave it out"
+            )
         height, width = self.train_x.shape[2:]
         new = (side, side * width // height)
         if new == (height, width):
             return self
+        needed = (len(self.train_x) + len(self.test_x)) * self.train_x.shape[1] * new[0] * new[1]
+        if needed > memory_limit():
+            raise ConfigError(
+                f"data.size={side} makes {in_words(needed)} of '{self.name}', and data may take "
+                f"{in_words(memory_limit())} here; give a smaller size, or a machine with more memory"
+            )
         labels = {}
         if self.task == "segmentation":
             masks = {"train_y": self.train_y, "test_y": self.test_y}
-            labels = {key: functional.interpolate(mask[:, None], new)[:, 0] for key, mask in masks.items()}
+            # The pixel whose middle is nearest, as the image's own middles lie; plain "nearest" is half a pixel off.
+            labels = {
+                key: functional.interpolate(mask[:, None], new, mode="nearest-exact")[:, 0]
+                for key, mask in masks.items()
+            }
         return replace(self, train_x=resize(self.train_x, *new), test_x=resize(self.test_x, *new), **labels)
 
     def keep_domains(self, names: tuple[str, ...]) -> ImageSet:

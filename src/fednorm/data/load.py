@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 from fednorm.data.from_files.source import NAMES, find_source
+from fednorm.data.image_opening import BadImage
 from fednorm.data.image_set import ImageSet
 from fednorm.data.readers import cifar, digits, domains, femnist, folders, idx, segmentation
-from fednorm.data.readers.forms import Form, missing
+from fednorm.data.readers.forms import Form, damaged, missing
 from fednorm.data.readers.packed import read_archive
 from fednorm.data.registry import DATASETS, DIGIT_DOMAINS, DatasetInfo
 from fednorm.data.sources import how_to_get
-from fednorm.errors import ConfigError, unknown
+from fednorm.errors import ConfigError, FednormError, first_line, unknown
 
 EMBEDDED = Path(__file__).parent / "embedded"
 FORMS: dict[str, tuple[Form, ...]] = (
@@ -73,10 +74,24 @@ def load_dataset(
             cifar.refuse_pickles(info.name, folder)
         raise missing(info.name, folder, FORMS[info.name])
     form, root = found
-    image_set = form.read(root, size)
+    image_set = _read(form, root, size)
     if check:
         check_counts(info, image_set, root, form)
     return image_set if size is None else image_set.resized(size)
+
+
+def _read(form: Form, root: Path, size: int | None) -> ImageSet:
+    """What a form's reader makes of the files; whatever they hold, the error is one line."""
+    try:
+        return form.read(root, size)
+    except FednormError:
+        raise
+    except MemoryError:
+        raise ConfigError(f"{root} does not fit into memory; take a smaller size or a larger machine") from None
+    except BadImage as bad:
+        raise damaged(root, f"an image in it {bad}") from None
+    except Exception as error:
+        raise damaged(root, f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def check_counts(info: DatasetInfo, image_set: ImageSet, root: Path, form: Form) -> None:

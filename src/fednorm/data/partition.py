@@ -1,7 +1,8 @@
 """Ways to divide a data set over clients: pure functions of (labels, number of clients, seed).
 
-Each returns one ascending array of row indices per client; rows are disjoint. Every function uses all rows, except
-`shards_unequal` (drops the rows that fill no shard) and `domain` with `per_client` (takes exactly that many).
+Each returns one ascending array of row indices per client; rows are disjoint, except where `dir_client` is told a
+`size`. Every function uses all rows, except `shards_unequal` (drops the rows that fill no shard), `dir_client` with
+`size` and `domain` with `per_client` (take exactly that many).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from fednorm.core import rng
 from fednorm.core.extending import load_installed
+from fednorm.data.sized_clients import dirichlet_of_size
 from fednorm.errors import ConfigError, unknown
 
 Rows = list[np.ndarray]
@@ -60,13 +62,26 @@ def iid(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int = 1) -
     return checked("iid", np.array_split(order, num_clients), min_size, "use fewer clients")
 
 
-def dir_client(labels: np.ndarray, num_clients: int, *, seed: int, min_size: int = 1, alpha: float = 0.5) -> Rows:
+def dir_client(
+    labels: np.ndarray,
+    num_clients: int,
+    *,
+    seed: int,
+    min_size: int = 1,
+    alpha: float = 0.5,
+    size: int | None = None,
+) -> Rows:
     """Each client draws a class mix from Dir(alpha) and fills an equal quota without replacement (Hsu et al. 2019).
 
     The concentration of class k is alpha * K * (share of class k), which is alpha itself for balanced classes. A class
-    that is used up leaves the mix, so the last clients take what is left.
+    that is used up leaves the mix, so the last clients take what is left. With `size` every client has exactly that
+    many examples, drawn from the whole set, so that clients may share some.
     """
     _positive("dir_client", "alpha", alpha)
+    if size is not None:
+        _positive("dir_client", "size", size)
+        sized = dirichlet_of_size(labels, num_clients, alpha, size, generator(seed, "dir_client", "size"))
+        return checked("dir_client", sized, min_size, "use a larger size")
     draw = generator(seed, "dir_client")
     _, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
     queues = [draw.permutation(np.flatnonzero(codes == k)) for k in range(len(counts))]
@@ -282,7 +297,9 @@ class PartitionInfo:
 
 PARTITIONS: dict[str, PartitionInfo] = {
     "iid": PartitionInfo(iid, {}, "a random order cut into equal parts", uses_labels=False),
-    "dir_client": PartitionInfo(dir_client, {"alpha": 0.5}, "a class mix per client from Dir(alpha), equal sizes"),
+    "dir_client": PartitionInfo(
+        dir_client, {"alpha": 0.5, "size": None}, "a class mix per client from Dir(alpha), equal sizes"
+    ),
     "dir_class": PartitionInfo(dir_class, {"alpha": 0.5}, "each class over the clients by Dir(alpha), unequal sizes"),
     "shards": PartitionInfo(shards, {"classes_per_client": None}, "a few classes per client (default 20 %)"),
     "label_shards": PartitionInfo(label_shards, {"shards_per_client": 2}, "equal label-sorted shards dealt at random"),

@@ -9,7 +9,7 @@ import numpy as np
 
 from fednorm.data.federation import Federation
 from fednorm.errors import ConfigError, require
-from fednorm.files import disk_errors
+from fednorm.files import disk_errors, written_whole
 
 INK, QUIET, GRID = "#1f4e79", "#9db8d2", "#e3e3e3"
 MAX_MARKS = 25
@@ -93,5 +93,6 @@ def _bubbles(
     target = Path(path)
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=120)
+    with written_whole(target) as draft:
+        figure.savefig(draft, dpi=120, format=target.suffix[1:] or None)
     return target

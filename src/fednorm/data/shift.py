@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fednorm.core import rng
+from fednorm.data.client_rows import shared_row
 from fednorm.data.federation import Federation
 from fednorm.errors import ConfigError
 
@@ -113,6 +114,11 @@ def shifted(federation: Federation, seed: int, severity: float = 1.0) -> Federat
         raise ConfigError(f"severity must be above 0 and at most 2, not {severity:g}")
     if federation.x.dtype != torch.uint8 or federation.task != "classification":
         raise ConfigError("partition 'feature_shift' needs a set of uint8 images with one label each")
+    if (shared := shared_row(federation.clients)) is not None:
+        raise ConfigError(
+            f"partition 'feature_shift' changes each client's images its own way, but row {shared} is dealt more than "
+            "once; leave out size"
+        )
     x = federation.x.clone()
     for client, rows in enumerate(federation.clients):
         x[rows] = change_images(federation.x, rows, seed, client, severity, "train")

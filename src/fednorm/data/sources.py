@@ -9,13 +9,16 @@ from dataclasses import dataclass
 class Download:
     """One file of a data set: its address, its published MD5, and where it goes below the data folder.
 
-    `unpack` says that the file is an archive whose content belongs into the folder it lies in.
+    `unpack` says that the file is an archive whose content belongs into the folder it lies in, and `brings` which
+    folder that is: the only one that it may replace. No file has more than `most_bytes`.
     """
 
     url: str
     md5: str
     path: str
     unpack: bool = False
+    brings: str = ""
+    most_bytes: int = 1 << 30
 
 
 def _idx(base: str, folder: str, md5s: tuple[str, str, str, str]) -> tuple[Download, ...]:
@@ -33,6 +36,7 @@ DOWNLOADS: dict[str, tuple[Download, ...]] = {
             md5="c32a1d4ab5d03f1284b67883e8d87530",
             path="cifar-10-binary.tar.gz",
             unpack=True,
+            brings="cifar-10-batches-bin",
         ),
     ),
     "cifar100": (
@@ -41,6 +45,7 @@ DOWNLOADS: dict[str, tuple[Download, ...]] = {
             md5="03b5dce01913d631647c71ecec9e9cb8",
             path="cifar-100-binary.tar.gz",
             unpack=True,
+            brings="cifar-100-binary",
         ),
     ),
     "mnist": _idx(
@@ -93,6 +98,7 @@ DOWNLOADS: dict[str, tuple[Download, ...]] = {
             md5="90528d7ca1a48142e341f4ef8d21d0de",
             path="tiny-imagenet-200.zip",
             unpack=True,
+            brings="tiny-imagenet-200",
         ),
     ),
 }

@@ -76,6 +76,17 @@ class Stream:
         last = first + (-first - 1) % self.batches_per_epoch
         return {self.size(k) for k in (first, first + 1, last) if k < first + steps}
 
+    def alike_from(self, first: int, most: int) -> int:
+        """How many batches from one on have its size, of some at most.
+
+        >>> stream = Stream(0, 0, torch.arange(10), 4)  # batches of 4, 4 and 2
+        >>> [stream.alike_from(first, 9) for first in (0, 1, 2, 3)]
+        [2, 1, 1, 2]
+        """
+        if self.all_full or self.batches_per_epoch == 1:
+            return most
+        return min(most, max(1, self.batches_per_epoch - 1 - first % self.batches_per_epoch))
+
     def span(self, first: int, steps: int) -> Tensor:
         """The rows of some batches in a row, one after the other."""
         parts = []

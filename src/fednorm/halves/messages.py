@@ -20,7 +20,7 @@ from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of these messages; both sides must speak the same."""
 
 
@@ -39,6 +39,8 @@ class LocalWork:
     optimizer: str = "sgd"
     """expression of the local optimizer; both sides must know it"""
     lr: float = 0.05
+    head_lr: float | None = None
+    """of the model's head (`core.roles`), where it is another"""
     momentum: float = 0.9
     weight_decay: float = 0.0
     decay_vectors: bool = True

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from fednorm.core.method import Facts, Method, Phase, Rule
 from fednorm.core.numbers import refuse_numbers
 from fednorm.core.optim import Optimizer
+from fednorm.core.roles import last_layer
 from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
 from fednorm.core.user_code import UserCode
 from fednorm.errors import ConfigError, UserCodeError, first_line
@@ -134,7 +134,7 @@ def surgery_done(model: nn.Module) -> tuple[str, ...] | None:
 def facts_of(model: nn.Module) -> Facts:
     """What pieces may know about a model whose surgery is done."""
     listing = entries(model)
-    return Facts({entry.key: entry for entry in listing}, _head(model, listing))
+    return Facts({entry.key: entry for entry in listing}, last_layer(model, listing))
 
 
 def refuse_noop(method: Method, facts: Facts, name: str) -> None:
@@ -151,16 +151,6 @@ def _noop(method: Method, label: str, name: str, target: str) -> str:
         f"'{label}' finds no {target} in {name} and would equal '{rest}'; "
         f"use '{rest}', another model, or --allow-noop to run it all the same"
     )
-
-
-def _head(model: nn.Module, listing: Iterable[Entry]) -> frozenset[str]:
-    """Keys of the last linear layer, or of the last convolution where there is none (segmentation heads)."""
-    for types in ((nn.Linear,), (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
-        layers = [layer for layer, module in modules if isinstance(module, types)]
-        if layers:
-            return frozenset(entry.key for entry in listing if entry.layer == layers[-1])
-    return frozenset()
 
 
 def lr_factors(prepared: Prepared, rule: Rule) -> Mapping[str, float]:

@@ -36,6 +36,13 @@ _ROUNDING = 1e-9
 Row = dict[str, Any]
 
 
+def drawn_cohort(seed: int, round: int, clients: Sequence[int], count: int) -> list[int]:
+    """The clients that a round draws, ascending."""
+    if count == len(clients):
+        return list(clients)
+    return [clients[index] for index in rng.subset(rng.key(seed, "cohort", round), len(clients), count)]
+
+
 class Server:
     """A run of a method, as the server sees it."""
 
@@ -58,9 +65,7 @@ class Server:
         self.clients = clients
         self.per_round = min(per_round or len(clients), len(clients))
         self.quorum = quorum
-        self.retries = retries
-        """times that an exchange of which too little can be used is begun again"""
-        self.norm_factor = norm_factor
+        self.retries, self.norm_factor = retries, norm_factor
         self.score_every = score_every
         self.held = held or Held(agreed.initial())
         self.reported: dict[int, Tree] = {}
@@ -149,9 +154,7 @@ class Server:
         if phase.id.purpose is not Purpose.TRAIN or self.per_round == len(self.clients):
             return list(self.clients)
         if self._drawn[0] != round:  # once a round, though every one of its exchanges asks
-            key = rng.key(self.agreed.work.seed, "cohort", round)
-            chosen = rng.subset(key, len(self.clients), self.per_round)
-            self._drawn = round, [self.clients[index] for index in chosen]
+            self._drawn = round, drawn_cohort(self.agreed.work.seed, round, self.clients, self.per_round)
         return self._drawn[1]
 
     # -- merge --
@@ -180,13 +183,11 @@ class Server:
                 return False
             client = next((client for client in left if client in refused), next(iter(left)))
             where = f"round {exchange.round}, client {client}: {left[client]}"
-            if self.quorum is not None:
-                raise QuorumError(
-                    f"{there} of {asked} updates usable in {where}; engine.quorum={self.quorum} needs more"
-                )
-            if client in refused:
+            if self.quorum is None and client in refused:
                 raise diverged(where)
-            raise QuorumError(f"{where}; ask it again, or give a quorum to go on without it")
+            if self.quorum is None:
+                raise QuorumError(f"{where}; ask it again, or give a quorum to go on without it")
+            raise QuorumError(f"{there} of {asked} updates usable in {where}; engine.quorum={self.quorum} needs more")
         if left:
             self.row["refused"] = {**self.row.get("refused", {}), **left}
         return True

@@ -13,6 +13,7 @@ from torch import nn
 from fednorm.core.method import Method, Phase
 from fednorm.core.optimizers import make_optimizer
 from fednorm.core.report import BySize, Uniform
+from fednorm.core.roles import head
 from fednorm.core.state import digest, entries
 from fednorm.data.streams import batches_per_epoch
 from fednorm.errors import ConfigError, WireError
@@ -22,6 +23,8 @@ from fednorm.halves.prepared import prepare
 from fednorm.halves.wire import check_terms
 from fednorm.layers.scheduled import set_total_steps
 from fednorm.methods import parse
+from fednorm.pieces.phases import with_lr_factors
+from fednorm.pieces.rates import HeadRate
 
 _NEEDS = {
     "union": "the data of all clients in one place",
@@ -40,8 +43,13 @@ def agree(
     name: str = "the model",
 ) -> Agreed:
     """What both halves have once a method, a model and the local work are settled; the model given stays as it is."""
-    chosen = with_weights(parse(method), weights)
+    chosen = with_head_rate(with_weights(parse(method), weights), work)
     prepared = prepare(model, chosen, allow_noop=allow_noop, name=name, dtype=getattr(torch, work.dtype))
+    if work.head_lr is not None and not head(prepared.model):
+        raise ConfigError(
+            f"train.head_lr={work.head_lr} finds no head in {name}: it has no linear layer, no convolution and no "
+            "backbone; leave it out"
+        )
     set_total_steps(prepared.model, work.total_steps)
     prepared.model.to(device)
     optimizer = make_optimizer(work.optimizer, work.momentum)
@@ -58,6 +66,18 @@ def with_weights(method: Method, weights: str) -> Method:
         return replace(phase, weigh=swapped)
 
     return method.map_phases(change)
+
+
+def with_head_rate(method: Method, work: LocalWork) -> Method:
+    """The method with the head's learning rate as a multiple of that of all else, where the work has one."""
+    if work.head_lr is None:
+        return method
+    if not work.lr:
+        raise ConfigError(
+            f"train.head_lr={work.head_lr} is kept as a multiple of train.lr, which is 0; give train.lr above 0"
+        )
+    factors = HeadRate(work.head_lr / work.lr)
+    return method.map_phases(lambda phase: with_lr_factors(phase, factors))
 
 
 def typical_steps(work: LocalWork, sizes: Mapping[int, int]) -> int:

@@ -1,7 +1,8 @@
-"""The type by which surgery finds the residual blocks of a model."""
+"""The types by which surgery finds the residual blocks of a model, and shortcuts without parameters."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -30,3 +31,14 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.relu(self.main(x) + self.shortcut(x))
+
+
+class ZeroPadShortcut(nn.Module):
+    """Every `stride`-th pixel, with zeros as further channels before and after those of the input; no parameters."""
+
+    def __init__(self, stride: int, before: int, after: int) -> None:
+        super().__init__()
+        self.stride, self.before, self.after = stride, before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.after))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from fednorm.core.state import register_norm
 from fednorm.layers.batch_stats import RecordingNorm, moments, normalise, scale_and_shift
@@ -41,8 +43,11 @@ class HybridBN(RecordingNorm):
     """Normalises with a mixture of the shared and the batch's statistics, learned for each channel.
 
     mean = (1 - a) * shared + a * batch, the same for the variance, a = sigmoid(factor), factor from 0; evaluation uses
-    the shared ones alone (Chen et al., ICML 2025). Gradients flow through the batch's part and the factor.
+    the shared ones alone (Chen et al., ICML 2025). Gradients flow through the batch's part and the factor. What it
+    records for the server is the mixture, as the authors' code does, or the batch's own moments.
     """
+
+    records: Literal["mixture", "batch"] = "mixture"
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True) -> None:
         super().__init__(num_features, eps=eps, momentum=momentum, affine=affine)
@@ -52,11 +57,11 @@ class HybridBN(RecordingNorm):
         self._check_input_dim(input)
         if not self.training:
             return self.use_running(input)
-        mean, var = moments(input)
-        self.record(mean, var)
+        batch_mean, batch_var = moments(input)
         own = torch.sigmoid(self.factor)
-        mean = (1 - own) * self.running_mean + own * mean
-        var = (1 - own) * self.running_var + own * var
+        mean = (1 - own) * self.running_mean + own * batch_mean
+        var = (1 - own) * self.running_var + own * batch_var
+        self.record(*((mean, var) if self.records == "mixture" else (batch_mean, batch_var)))
         return scale_and_shift(normalise(input, mean, var, self.eps), self.weight, self.bias)
 
 
@@ -76,3 +81,9 @@ class ToHybridBN(SwapByClass):
     """BatchNorm becomes HybridBN; its running statistics start as the shared ones."""
 
     layer = HybridBN
+    records: Literal["mixture", "batch"] = "mixture"
+
+    def make(self, name: str, old: _BatchNorm) -> nn.Module:
+        new = HybridBN.like(old)
+        new.records = self.records
+        return new

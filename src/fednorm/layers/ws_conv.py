@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fednorm.core.surgery import SurgeryReport
-from fednorm.errors import unknown
+from fednorm.errors import ConfigError, unknown
 from fednorm.layers.rebuild import rebuild_conv, refuse_special_conv
 from fednorm.layers.swapping import substitute
+from fednorm.layers.tracing import behind_linear_outputs
 
 Style = Literal["qiao", "scaled"]
 RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
@@ -68,29 +69,51 @@ class WSConv2d(nn.Conv2d):
 class StandardiseWeights:
     """Every Conv2d becomes a WSConv2d on the same weight and bias; Linear layers stay.
 
-    A filter with a single weight (depthwise 1x1) would become zero, so such layers are left alone.
+    A filter with a single weight (depthwise 1x1) would become zero, so such layers are left alone. `linear_gain` is the
+    gain of convolutions that see an output without an activation, whose variance no ReLU has made smaller.
     """
 
     style: Style = "qiao"
     gain: float | None = None
     learnable_gain: bool = False
+    linear_gain: float | None = None
 
     def __post_init__(self) -> None:
         if self.style not in ("qiao", "scaled"):
             raise unknown("style of weight standardisation", self.style, ("qiao", "scaled"))
 
     def __call__(self, model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
-        model, pairs = substitute(model, _standardisable, self._make)
+        linear = self._behind_linear(model)
+
+        def make(name: str, module: nn.Module) -> nn.Module:
+            return self._make(name, module, self.linear_gain if module in linear else self.gain)
+
+        model, pairs = substitute(model, _standardisable, make)
         left = sum(type(module) is nn.Conv2d for module in model.modules())
         notes = [f"{len(pairs)} convolutions use standardised weights ({self.style})"] if pairs else []
+        if linear:
+            notes.append(
+                f"{len(linear)} of them see an output without an activation and have the gain {self.linear_gain}"
+            )
         if left:
             notes.append(f"{left} convolutions with one weight a filter left as they are")
         return model, SurgeryReport(len(pairs), tuple(notes), "convolution")
 
-    def _make(self, name: str, module: nn.Module) -> nn.Module:
+    def _behind_linear(self, model: nn.Module) -> set[nn.Module]:
+        if self.linear_gain is None:
+            return set()
+        try:
+            return {module for module in behind_linear_outputs(model) if _standardisable(module)}
+        except Exception as reason:  # tracing runs the model's own code, which may raise anything
+            raise ConfigError(
+                f"linear_gain={self.linear_gain} needs to know which layers have an activation, but the model cannot "
+                f"be traced ({type(reason).__name__}); leave it out"
+            ) from reason
+
+    def _make(self, name: str, module: nn.Module, gain: float | None) -> nn.Module:
         conv = cast(nn.Conv2d, module)
         refuse_special_conv(name, conv)
-        new = rebuild_conv(WSConv2d, conv, style=self.style, gain=self.gain)
+        new = rebuild_conv(WSConv2d, conv, style=self.style, gain=gain)
         if self.learnable_gain:
             new.channel_gain = nn.Parameter(conv.weight.new_ones(conv.out_channels, 1, 1, 1))
         return new

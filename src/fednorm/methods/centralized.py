@@ -19,7 +19,7 @@ class JoinData:
 @register(
     "centralized",
     paper="baseline",
-    summary="one model on the union of all data, with the clients' batches joined",
+    summary="one model on the union of all data, in batches as large as those of a round's clients together",
 )
 def centralized() -> Part:
     return Part(chain(JoinData(), keep(optimizer="local")), claims=frozenset({DATA, "policy:optimizer"}))

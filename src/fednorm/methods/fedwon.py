@@ -56,8 +56,9 @@ def fedwon(
     learnable_gain: bool = False,
     bias: bool = True,
     residual: Literal["plain", "nf"] = "plain",
+    linear_gain: float | None = None,
 ) -> Part:
-    surgery: list[Surgery] = [DropNorms(bias), StandardiseWeights("scaled", gain, learnable_gain)]
+    surgery: list[Surgery] = [DropNorms(bias), StandardiseWeights("scaled", gain, learnable_gain, linear_gain)]
     if residual == "nf":
         surgery.append(ScaleResiduals("nf"))
     changes = [operate(*surgery)] + [_clip(clip)] * use_agc

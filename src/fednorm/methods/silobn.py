@@ -2,10 +2,11 @@
 
 from typing import Literal
 
-from fednorm.core.method import Part
+from fednorm.core.method import Change, Part
 from fednorm.core.registry import register
 from fednorm.core.state import Kind
-from fednorm.pieces.changes import AverageForNewcomers, chain, keep, policy_claims
+from fednorm.pieces.changes import AverageForNewcomers, NewcomersUnlessTold, chain, keep, policy_claims
+from fednorm.pieces.newcomers import Reestimate
 
 
 @register(
@@ -13,9 +14,11 @@ from fednorm.pieces.changes import AverageForNewcomers, chain, keep, policy_clai
     paper="Andreux et al. 2020, DCL (arXiv 2008.07424)",
     summary="keep batch norms' running statistics on each client, average weights and affine",
 )
-def silobn(newcomer: Literal["mean", "pooled"] = "mean") -> Part:
+def silobn(newcomer: Literal["reestimate", "mean", "pooled"] = "reestimate") -> Part:
+    # An average for newcomers would need the very statistics that no client is to tell.
+    newcomers: Change = NewcomersUnlessTold(Reestimate()) if newcomer == "reestimate" else AverageForNewcomers(newcomer)
     return Part(
-        chain(keep(statistic="local", counter="local"), AverageForNewcomers(newcomer)),
+        chain(keep(statistic="local", counter="local"), newcomers),
         claims=policy_claims("statistic", "counter"),
         acts_on=frozenset({Kind.STATISTIC}),
     )

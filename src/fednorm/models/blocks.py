@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, TypeVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fednorm.layers.residual import ResidualBlock
+from fednorm.layers.residual import ResidualBlock, ZeroPadShortcut
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -51,19 +50,6 @@ class Bottleneck(ResidualBlock):
         return self.bn3(self.conv3(x))
 
 
-class ZeroPadShortcut(nn.Module):
-    """Option A of He et al. 2016: take every second pixel and put zero channels on both sides; no parameters."""
-
-    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
-        super().__init__()
-        self.stride = stride
-        self.before = (out_channels - in_channels) // 2
-        self.after = out_channels - in_channels - self.before
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.after))
-
-
 def projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     """Option B of He et al. 2016: a 1x1 convolution and a norm where the shape changes, else nothing."""
     if stride == 1 and in_channels == out_channels:
@@ -72,10 +58,11 @@ def projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 def zero_pad(in_channels: int, out_channels: int, stride: int) -> nn.Module:
-    """Option A where the shape changes, else nothing."""
+    """Option A of He et al. 2016 where the shape changes, with zero channels on both sides, else nothing."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
-    return ZeroPadShortcut(in_channels, out_channels, stride)
+    before = (out_channels - in_channels) // 2
+    return ZeroPadShortcut(stride, before, out_channels - in_channels - before)
 
 
 def conv(

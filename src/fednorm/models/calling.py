@@ -38,8 +38,10 @@ def call_factory(
     if refused:
         own = [key for key in accepted or [] if key not in sizes]
         raise ConfigError(f"model '{name}' has no option '{refused[0]}'; its options: {', '.join(own) or 'none'}")
+    signature = inspect.signature(factory)
+    keywords = {key: _word(value, signature.parameters.get(key)) for key, value in keywords.items()}
     try:
-        inspect.signature(factory).bind(**keywords)
+        signature.bind(**keywords)
     except TypeError as error:
         raise ConfigError(f"model '{name}' cannot be built: {error}; give it as an option of the model") from None
     try:
@@ -51,6 +53,14 @@ def call_factory(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model '{name}' must return a torch.nn.Module; it returned {type(model).__name__}")
     return model
+
+
+def _word(value: object, parameter: inspect.Parameter | None) -> object:
+    """The grammar reads `none` as nothing; where a parameter takes words and cannot be nothing, it is one of them."""
+    if value is not None or parameter is None:
+        return value
+    untyped = parameter.annotation is inspect.Parameter.empty and isinstance(parameter.default, str)
+    return "none" if untyped or parameter.annotation in (str, "str") else value
 
 
 def check_choice(option: str, value: object, choices: Iterable[str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fednorm.models.blocks import Bottleneck, conv, kaiming_normal
+from fednorm.models.blocks import BasicBlock, Bottleneck, conv, kaiming_normal
 from fednorm.models.calling import check_choice
 from fednorm.models.mobilenet import mobilenet_features
 from fednorm.models.registry import register_model
@@ -42,15 +44,15 @@ class MobileNetBackbone(nn.Module):
         return low, self.high_level_features(low)
 
 
-class ResNet50Backbone(ResNetTrunk):
-    """ResNet50 with a dilated last stage: the maps after its first and its last stage."""
+class ResNetBackbone(ResNetTrunk):
+    """A ResNet with a dilated last stage: the maps after its first and its last stage."""
 
-    channels = (256, 2048)
-
-    def __init__(self, in_channels: int) -> None:
-        stem = imagenet_stem(in_channels)
-        widths, depths = (64, 128, 256, 512), (3, 4, 6, 3)
-        super().__init__(Bottleneck, stem=stem, maxpool=True, widths=widths, depths=depths, dilate_last=True)
+    def __init__(
+        self, in_channels: int, block: type[BasicBlock] | type[Bottleneck], depths: tuple[int, int, int, int]
+    ) -> None:
+        stem, widths = imagenet_stem(in_channels), (64, 128, 256, 512)
+        super().__init__(block, stem=stem, maxpool=True, widths=widths, depths=depths, dilate_last=True)
+        self.channels = (widths[0] * block.expansion, widths[-1] * block.expansion)
         kaiming_normal(self, "fan_out")
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +79,7 @@ class PyramidPooling(nn.Module):
 class DeepLabV3Plus(nn.Module):
     """Class scores for every pixel, at the size of the input."""
 
-    def __init__(self, backbone: MobileNetBackbone | ResNet50Backbone, num_classes: int) -> None:
+    def __init__(self, backbone: MobileNetBackbone | ResNetBackbone, num_classes: int) -> None:
         super().__init__()
         low_channels, high_channels = backbone.channels
         self.backbone = backbone
@@ -92,12 +94,24 @@ class DeepLabV3Plus(nn.Module):
         return resize(self.classifier(fused), x)
 
 
-_BACKBONES = {"mobilenet_v2": MobileNetBackbone, "resnet50": ResNet50Backbone}
+def _resnet18(in_channels: int) -> ResNetBackbone:
+    return ResNetBackbone(in_channels, BasicBlock, (2, 2, 2, 2))
+
+
+def _resnet50(in_channels: int) -> ResNetBackbone:
+    return ResNetBackbone(in_channels, Bottleneck, (3, 4, 6, 3))
+
+
+_BACKBONES: dict[str, Callable[[int], MobileNetBackbone | ResNetBackbone]] = {
+    "mobilenet_v2": MobileNetBackbone,
+    "resnet18": _resnet18,
+    "resnet50": _resnet50,
+}
 
 
 @register_model(
     "deeplabv3plus",
-    summary="DeepLabv3+ at output stride 16; backbone mobilenet_v2 or resnet50; one score a class and pixel",
+    summary="DeepLabv3+ at output stride 16; backbone mobilenet_v2, resnet18 or resnet50; one score a class and pixel",
     paper="Chen et al. 2018, Encoder-Decoder with Atrous Separable Convolution (arXiv 1802.02611)",
     task="segmentation",
     image_size=768,

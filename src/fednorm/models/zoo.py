@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -17,6 +18,25 @@ from torch import nn
 from fednorm.core.user_code import failed
 from fednorm.errors import ConfigError, first_line, require, unknown
 from fednorm.models.calling import call_factory
+
+# A model's name may come from a file of somebody else's, and some options of these libraries read files or fetch them:
+# only those that shape the network, or regularise it, are passed on.
+_TIMM_OPTIONS = frozenset({
+    "act_layer", "attn_drop_rate", "avg_down", "base_width", "cardinality", "class_token", "conv_stem", "depth",
+    "depths", "drop_block_rate", "drop_path_rate", "drop_rate", "dynamic_img_size", "embed_dim", "fc_norm",
+    "global_pool", "head_hidden_size", "head_init_scale", "img_size", "in_chans", "init_values", "layers",
+    "ls_init_value", "mlp_ratio", "no_embed_class", "norm_layer", "num_classes", "num_features", "num_heads",
+    "output_stride", "patch_size", "pos_drop_rate", "pos_embed", "pre_norm", "proj_drop_rate", "qk_norm", "qkv_bias",
+    "reg_tokens", "replace_stem_pool", "stem_size", "stem_type", "stem_width", "strict_img_size", "swiglu_mlp",
+    "width", "window_size", "zero_init_last",
+})  # fmt: skip
+_TORCHVISION_OPTIONS = frozenset({
+    "attention_dropout", "aux_logits", "bn_size", "drop_rate", "dropout", "groups", "growth_rate", "image_size",
+    "init_weights", "memory_efficient", "num_classes", "patch_size", "representation_size", "stochastic_depth_prob",
+    "transform_input", "version", "width_mult", "width_per_group", "zero_init_residual",
+})  # fmt: skip
+OLDEST_TIMM = (1, 0, 26)
+"""The first that reads checkpoints without running what is in them, should one ever get there."""
 
 
 def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn.Module:
@@ -31,7 +51,9 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
 
 
 def _from_timm(name: str, target: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn.Module:
+    _refuse_others(name, options, _TIMM_OPTIONS)
     timm = _import_optional("timm", name)
+    _refuse_old(name, str(timm.__version__))
     if not timm.is_model(target):
         raise _unknown_elsewhere("timm model", target, timm.list_models())
     keywords: dict[str, Any] = {"num_classes": sizes["num_classes"], "in_chans": sizes["in_channels"]}
@@ -42,6 +64,7 @@ def _from_timm(name: str, target: str, sizes: Mapping[str, int], options: Mappin
 
 
 def _from_torchvision(name: str, target: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn.Module:
+    _refuse_others(name, options, _TORCHVISION_OPTIONS)
     models = _import_optional("torchvision", name).models
     # Its segmentation and detection builders download backbone weights unasked, and do not return plain logits.
     known = models.list_models(module=models)
@@ -55,6 +78,25 @@ def _from_torchvision(name: str, target: str, sizes: Mapping[str, int], options:
     if models.get_model_builder(target).__module__ == models.vision_transformer.__name__:
         keywords["image_size"] = sizes["image_size"]
     return _construct(name, models.get_model, target, weights=None, **keywords | dict(options))
+
+
+def _refuse_others(name: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"model '{name}': option '{option}' is not passed on, since it could read files or fetch them; "
+                f"known: {', '.join(sorted(known))}. For others write a factory, package.module:factory"
+            )
+
+
+def _refuse_old(name: str, version: str) -> None:
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if numbers < OLDEST_TIMM:
+        oldest = ".".join(map(str, OLDEST_TIMM))
+        raise ConfigError(
+            f"model '{name}': timm {version} may run code out of a checkpoint, {oldest} does not; "
+            f'pip install "timm>={oldest}"'
+        )
 
 
 def _unknown_elsewhere(what: str, target: str, names: list[str]) -> ConfigError:

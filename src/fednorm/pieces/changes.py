@@ -14,7 +14,7 @@ from typing import Literal
 from fednorm.core.frozen import FrozenDict
 from fednorm.core.merge import Merge
 from fednorm.core.method import Change, Method, Penalty, Phase, Scale, Transform
-from fednorm.core.newcomer import Newcomer
+from fednorm.core.newcomer import AsGiven, Newcomer
 from fednorm.core.report import Weigh
 from fednorm.core.state import Kind, Policy
 from fednorm.core.surgery import Surgery
@@ -203,6 +203,16 @@ class TreatNewcomers:
 
     def __call__(self, method: Method) -> Method:
         return replace(method, newcomer=replace(self.rule, variance=method.newcomer.variance))
+
+
+@dataclass(frozen=True)
+class NewcomersUnlessTold:
+    """Set how a client that never trained gets its statistics where no other part says so."""
+
+    rule: Newcomer
+
+    def __call__(self, method: Method) -> Method:
+        return TreatNewcomers(self.rule)(method) if isinstance(method.newcomer, AsGiven) else method
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fednorm.layers.batch_stats import RunningNorm
 from fednorm.layers.rebuild import rebuild_conv
 from fednorm.layers.static_bn import StaticBN
 from fednorm.layers.swapping import substitute
+from fednorm.layers.tracing import LayerTracer
 from fednorm.layers.ws_conv import WSConv2d
 
 
@@ -31,12 +32,6 @@ class VectorsOnly(nn.Module):
         if x.dim() != 2:
             raise ConfigError(f"this model was folded for vectors (N, C) here, but got {x.dim()} axes; use it unfolded")
         return x
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        own = type(m).__module__.startswith("fednorm.layers")
-        return (own and not list(m.children())) or super().is_leaf_module(m, module_qualified_name)
 
 
 def fold(model: nn.Module) -> nn.Module:
@@ -53,7 +48,7 @@ def fold_with_report(model: nn.Module) -> tuple[nn.Module, SurgeryReport]:
     if not norms:
         return model, SurgeryReport(len(standardised), tuple(notes))
     try:
-        graph = _Tracer().trace(model)
+        graph = LayerTracer().trace(model)
     except Exception as reason:  # tracing runs the model's own code, which may raise anything
         notes.append(f"{len(norms)} BatchNorm layers stay: the model cannot be traced ({type(reason).__name__})")
         return model, SurgeryReport(len(standardised), tuple(notes))

@@ -10,6 +10,7 @@ from torch import Tensor
 from fednorm.core.merge import Mean
 from fednorm.core.reductions import weighted_sum, wide
 from fednorm.core.state import Tree
+from fednorm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,17 @@ def pooled_moments(old: Tree, clients: Tree, weights: Tensor, mean_part: str, va
 class RecordedMoments:
     """Fold the moments clients recorded of their batches, pooled over clients, into the shared statistics.
 
-    running <- (1 - ema) running + ema * pooled(batch moments), with `first` in place of `ema` at the first merge,
-    since the initial (0, 1) is no estimate. The recorded moments start anew.
+    running <- (1 - ema) running + ema * pooled(batch moments), with `first` in place of `ema` at the first merge: 1
+    where the initial (0, 1) is no estimate to keep. The recorded moments start anew.
     """
 
     ema: float
-    first: float = 1.0
+    first: float
+
+    def __post_init__(self) -> None:
+        for name, rate in (("ema", self.ema), ("first", self.first)):
+            if not 0 < rate <= 1:
+                raise ConfigError(f"{name}={rate} is no rate of an average; give a number above 0, up to 1")
 
     def __call__(self, old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
         merged, _ = Mean()(old, clients, weights, {})

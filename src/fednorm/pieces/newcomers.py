@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fednorm.core import rng
 from fednorm.core.newcomer import Newcomer
-from fednorm.core.state import Tree
+from fednorm.core.state import Kind, Tree, is_batch_norm
 from fednorm.core.step import Batch, Carry, StepSpec, forward, training_mode
 from fednorm.layers.batch_stats import moments
-from fednorm.pieces.moments import TakeMoments, inputs_of_norms, std_eps
+from fednorm.pieces.moments import TakeMoments, std_eps
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,38 @@ class Reestimate(Newcomer):
 
 @dataclass(frozen=True)
 class Track(Newcomer):
-    """Each unlabelled test batch moves the statistics towards its own (as TsmoBN does)."""
+    """Each unlabelled test batch moves the statistics towards its own, layer by layer in one pass (as TsmoBN does).
+
+    What enters a layer was normalised below it with statistics that the same batch has moved already.
+    """
 
     momentum: float = 0.1
     name: ClassVar[str] = "track"
     uses_batches: ClassVar[bool] = True
 
     def from_batch(self, spec: StepSpec, state: Tree, x: Tensor) -> Tree:
-        scratch = {key: value.clone() for key, value in state.items()}
-        with torch.no_grad(), training_mode(spec.model, frozenset()), inputs_of_norms(spec.model) as seen:
-            forward(spec, scratch, x, rng.key(0).to(x.device))
-        moved = dict(state)
-        for layer, inputs in seen.items():
-            prefix = f"{layer}." if layer else ""
-            mean, var = moments(inputs)
-            std = (var + std_eps(spec.model.get_submodule(layer))).sqrt()
-            for part, fresh in (("running_mean", mean), ("running_var", var), ("running_std", std)):
-                key = prefix + part
-                if key in moved:
-                    moved[key] = moved[key] + self.momentum * (fresh - moved[key])
+        statistics = {key for key, entry in spec.facts.entries.items() if entry.kind is Kind.STATISTIC}
+        moved = {key: value.clone() if key in statistics else value for key, value in state.items()}
+        with torch.no_grad(), _tracking(spec.model.eval(), self.momentum):
+            forward(spec, moved, x, rng.key(0).to(x.device))
         return moved
+
+
+@contextmanager
+def _tracking(model: nn.Module, momentum: float) -> Iterator[None]:
+    """Each batch norm moves its statistics towards those of what enters it, and then normalises with the moved ones."""
+
+    def track(module: nn.Module, args: tuple[Any, ...]) -> None:
+        mean, var = moments(args[0])
+        fresh = {"running_mean": mean, "running_var": var, "running_std": (var + std_eps(module)).sqrt()}
+        for part, value in fresh.items():
+            running = getattr(module, part, None)
+            if running is not None:
+                running.add_(momentum * (value - running))
+
+    hooks = [module.register_forward_pre_hook(track) for module in model.modules() if is_batch_norm(module)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

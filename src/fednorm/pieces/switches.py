@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from fednorm.core.method import Memory, Progress
 from fednorm.core.report import Report
+from fednorm.core.schedule import last_round
 from fednorm.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ def last_round_before(at: float | int, rounds: int) -> int:
     >>> last_round_before(0.5, 41), last_round_before(90, 100), last_round_before(1.0, 40)
     (20, 90, 40)
     """
-    return math.floor(at * rounds) if isinstance(at, float) else at
+    return last_round(at, rounds) if isinstance(at, float) else at
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,10 @@ class WhenLossesAgree:
 class WhenSettled:
     """Stage 1 once what the clients report has settled (FixBN, appendix B.6).
 
-    V_m = (1/W) sum_i (D_{m,i} - D_{m,t})^2 over the last W rounds of client m; `center="mean"` takes the window's mean
-    in place of the current value. The switch waits for a whole window, compares the clients' largest (or mean) V with
-    tau, and latches. Clients that rest keep the window they had.
+    V_m is the mean of (D_{m,i} - D_{m,t})^2 over the reports i of client m in the last W rounds, t its latest;
+    `center="mean"` takes the mean of these reports in place of the latest. From round W on, the largest (or the mean) V
+    of all clients with at least two such reports is compared with tau; without such a client nothing has settled. The
+    switch latches.
     """
 
     scalar: str
@@ -94,14 +96,18 @@ class WhenSettled:
     def __call__(self, memory: Memory, progress: Progress, reports: Sequence[Report]) -> tuple[Memory, int]:
         if memory.get("switched"):
             return memory, 1
-        seen = {**memory.get("seen", {})}
+        last = progress.round - 1
+        # Lists and not tuples: what is remembered is equal after it was a file.
+        told: dict[str, list[list[float]]] = {}
+        for client, rows in memory.get("told", {}).items():
+            told[client] = [row for row in rows if row[0] > last - self.window]
         for report in reports:
-            key = str(report.client)
-            seen[key] = [*seen.get(key, []), report.scalars[self.scalar]][-self.window :]
-        spreads = [self._spread(values) for values in seen.values() if len(values) == self.window]
+            told.setdefault(str(report.client), []).append([last, report.scalars[self.scalar]])
+        spreads = [self._spread([value for _, value in rows]) for rows in told.values() if len(rows) > 1]
         worst = max(spreads, default=math.inf) if self.reduce == "max" else statistics.fmean(spreads or [math.inf])
-        settled = worst < self.tau
-        return {"seen": seen, "switched": settled}, int(settled)
+        if last >= self.window and worst < self.tau:
+            return {"switched": True}, 1
+        return {"told": {client: rows for client, rows in told.items() if rows}}, 0
 
     def _spread(self, values: list[float]) -> float:
         middle = values[-1] if self.center == "current" else statistics.fmean(values)

@@ -17,7 +17,6 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.ranks import Alone, join
 from fednorm.errors import ConfigError, FednormError, unknown
-from fednorm.files import write_json
 from fednorm.running.config import RunConfig, all_fields, updated
 from fednorm.running.extensions import warn_of_changes, with_extensions
 from fednorm.running.folder import RunFolder
@@ -26,11 +25,13 @@ from fednorm.running.in_step import play_in_step
 from fednorm.running.own_files import settled_by_files
 from fednorm.running.plan import Plan
 from fednorm.running.records import OnRow, RoundRow, RunId, RunResult
+from fednorm.running.result_file import write_result
 from fednorm.running.results import Result, summarise
 from fednorm.running.run import Run
 from fednorm.running.same_program import engine_maker
 from fednorm.running.stopping import Interrupted, Stop, orderly_stop
-from fednorm.running.store import Store, save_tree
+from fednorm.running.store import Store
+from fednorm.running.tensor_files import save_tree
 from fednorm.running.threads import threads_of
 from fednorm.running.trained import Trained, Which, model_of
 from fednorm.running.trial import try_out
@@ -100,6 +101,7 @@ def run(
     config = described(config, {"method": method, "model": model, "task": task}, use, settings)
     objects = gathered(model, clients, test, federation, method, task or config.task)
     config = objects.named(config)
+    objects = objects.trusting(config)
     if config.keep_every and out is None:
         raise ConfigError(f"keep_every={config.keep_every} writes into the run's folder; give out=DIR")
     ranks = join(config.engine.device)
@@ -138,7 +140,8 @@ def resume_folder(
     objects = objects or Objects()
     check_given(folder, read_stored(folder), objects)
     if plan is None:
-        plan = objects.plan(read_config(folder, allow_code=allow_code, use=use)[0])
+        config, _ = read_config(folder, allow_code=allow_code, use=use)
+        plan = objects.trusting(config).plan(config)
     if not join(plan.config.engine.device).first:
         return in_memory(plan)
     with opened(folder, plan, on_row=on_row) as playable:
@@ -149,7 +152,7 @@ def resume_folder(
 @contextmanager
 def opened(folder: RunFolder, plan: Plan, *, on_row: OnRow | None = None) -> Iterator[Playable]:
     """Hold the run of a folder, with its store open."""
-    with folder.locked(), closing(Store(folder.state)) as store:
+    with folder.locked(), closing(Store(folder.state, begun=folder.has_begun)) as store:
         yield Playable(plan, store, folder, on_row)
 
 
@@ -236,7 +239,7 @@ def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> RunResult:
         save_model(plan, run.store, folder.model)
         if plan.config.keep == "best":
             save_model(plan, run.store, folder.best, "best")
-        write_json(folder.result, Result((summary,)).to_json())
+        write_result(folder, Result((summary,)).to_json(), run.store)
     return summary
 
 

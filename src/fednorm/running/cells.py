@@ -9,13 +9,13 @@ from typing import Any
 
 from fednorm.core.method import Method
 from fednorm.errors import CheckpointError
-from fednorm.files import read_json
 from fednorm.running.api import opened, play_all
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import Objects, config_in
 from fednorm.running.plan import Plan
-from fednorm.running.records import OnRow, RunId, RunResult, read_result
+from fednorm.running.records import OnRow, RunId, RunResult
+from fednorm.running.result_file import is_sealed, read_result_file, result_of
 from fednorm.running.same_program import shares_stack
 
 
@@ -33,13 +33,18 @@ class Cell:
 
     def result(self) -> RunResult:
         """What came out of it."""
-        path = self.folder.result
-        return read_result(read_json(path), f"'{path}'")["runs"][0]
+        return result_of(self.folder, self.id, self.config)
 
     @property
     def is_done(self) -> bool:
-        """Whether it was played to its end; one that was stopped early was not."""
-        return self.folder.result.exists() and self.result()["rounds_done"] == self.config.rounds
+        """Whether it was played to its end; one that was stopped early was not.
+
+        A result without a digest is not believed: its run is taken up at its end, which computes it anew.
+        """
+        if not is_sealed(self.folder):
+            return False
+        told = read_result_file(self.folder)["runs"][0]["rounds_done"]
+        return told == self.config.rounds and self.result()["rounds_done"] == told
 
 
 def cells_in(stored: Mapping[str, Any], folder: RunFolder, objects: Objects, named: Mapping[str, Method]) -> list[Cell]:

@@ -22,7 +22,7 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import find_device, refuse_ranks
 from fednorm.errors import ConfigError
-from fednorm.files import write_json
+from fednorm.files import refuse_links
 from fednorm.methods import parse
 from fednorm.running.api import described
 from fednorm.running.cells import Cell, cells_in, packs, play_cells
@@ -41,6 +41,7 @@ from fednorm.running.given import (
 )
 from fednorm.running.in_processes import play_in_processes, refuse_unsendable
 from fednorm.running.records import OnRow
+from fednorm.running.result_file import write_result
 from fednorm.running.results import Result
 from fednorm.running.trained import Trained
 from fednorm.running.trial import try_out
@@ -74,6 +75,7 @@ def compare(
     methods = [methods] if isinstance(methods, str | Method) else methods
     named = {each.name: each for each in methods if isinstance(each, Method)}
     config, names = settled(methods, objects.named(config), seeds, jobs)
+    objects = objects.trusting(config)
     given = {"given": given_names(objects, named)}
     wanted = {"compare": {"methods": names, "seeds": list(seeds)}, **stored_config(config, objects), **given}
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="fednorm-") if out is None else out))
@@ -129,7 +131,7 @@ def cells_of(
     config, _ = read_config(folder, allow_code=allow_code, use=use)
     check_given(folder, stored, objects, methods)
     with_extensions(config)
-    return cells_in(stored, folder, objects, methods)
+    return cells_in(stored, folder, objects.trusting(config), methods)
 
 
 def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_row: OnRow | None) -> Result:
@@ -137,6 +139,7 @@ def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_r
     data = read_stored(folder).get("given_data")  # whoever made the cells compared them
     with folder.locked():
         for cell in cells:
+            refuse_links(cell.folder.path)
             expected = stored_config(cell.config, cell.objects, data)
             if not cell.folder.config.exists():
                 cell.folder.create(expected)
@@ -149,7 +152,7 @@ def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_r
                 play_cells(together, on_row)
         trained = tuple(Trained(cell.plan, cell.folder.state) for cell in cells)
         result = Result(tuple(cell.result() for cell in cells), str(folder.path), trained)
-        write_json(folder.result, result.to_json())
+        write_result(folder, result.to_json())
     return result
 
 

@@ -10,6 +10,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fednorm.core.schedule import check_warmup
@@ -39,6 +40,8 @@ class DataConfig:
     """use at most this many training examples"""
     size: int | None = None
     """pixels a side that images are brought to; default: as they are"""
+    scaling: Literal["auto", "unit", "symmetric", "standard"] = "auto"
+    """scale of pixels: unit (0 to 1), symmetric (-1 to 1), standard (by mean and deviation); auto: the set's own"""
     target: str | None = None
     """column of a table to be predicted; several, with commas between, for many labels or numbers"""
     client: str | None = None
@@ -75,6 +78,8 @@ class TrainConfig:
     """whether the momentum of sgd is Nesterov's"""
     lr: float = 0.05
     """learning rate of the first round"""
+    head_lr: float | None = None
+    """learning rate of the head: the last layer, or all but the backbone in models that have one; default: train.lr"""
     momentum: float = 0.9
     """momentum of SGD"""
     weight_decay: float = 0.0
@@ -86,7 +91,7 @@ class TrainConfig:
     warmup: float = 0.0
     """rounds in which the learning rate rises to what the schedule says, or a share of all rounds below 1"""
     augment: str = "none"
-    """augmentation of training batches: none, flip, crop(2)+flip"""
+    """augmentation of training batches: none, flip, crop(2)+flip, resized_crop(low=0.08,high=1)+flip, rotate, window"""
     weights: Literal["size", "uniform"] = "size"
     """weights of the clients in the average"""
     dtype: Literal["float32", "float64"] = "float32"
@@ -103,6 +108,8 @@ class EvalConfig:
     """examples scored at once"""
     max_clients: int = 1000
     """score the own models of at most this many clients: a sample drawn by the seed, which the result says"""
+    average: Literal["all", "last_cohort"] = "all"
+    """whose local state is averaged for the pooled score and for newcomers: all clients', or those of the last round"""
     probes: tuple[str, ...] = ()
     """quantities to record of each client's last step, such as grad-norm"""
     probe_every: int = 1
@@ -223,6 +230,7 @@ def _check_ranges(config: RunConfig) -> None:
         "train.local_epochs": (train.local_epochs, 1),
         "train.batch_size": (train.batch_size, 1),
         "train.lr": (train.lr, 0),
+        "train.head_lr": (train.head_lr, 0),
         "train.momentum": (train.momentum, 0),
         "train.weight_decay": (train.weight_decay, 0),
         "data.clients": (data.clients, 1),
@@ -282,7 +290,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any], cls: type[Any] = RunConfig, prefix: str = "") -> Any:
     """A config from nested plain values; an unknown key or a value of the wrong type is refused by name."""
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     known = [f.name for f in fields(cls)]
     arguments: dict[str, Any] = {}
     for key, value in values.items():
@@ -298,6 +306,12 @@ def from_dict(values: Mapping[str, Any], cls: type[Any] = RunConfig, prefix: str
         else:
             arguments[key] = _coerce(f"{prefix}{key}", value, hint)
     return cls(**arguments)
+
+
+@cache
+def _hints(cls: type[Any]) -> Mapping[str, Any]:
+    """The types of a class's fields; kept, since studies make thousands of configs."""
+    return get_type_hints(cls)
 
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:
@@ -340,7 +354,7 @@ def all_fields(cls: type[Any] = RunConfig, prefix: str = "") -> list[str]:
     """Every settable field by its dotted name."""
     names: list[str] = []
     for f in dataclasses.fields(cls):
-        hint = get_type_hints(cls)[f.name]
+        hint = _hints(cls)[f.name]
         nested = isinstance(hint, type) and is_dataclass(hint)
         names += all_fields(hint, f"{prefix}{f.name}.") if nested else [f"{prefix}{f.name}"]
     return names

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ def scored(plan: Plan, clients: Sequence[int]) -> tuple[Sequence[int], dict[str,
     return [clients[index] for index in chosen], {"sample": f"{most} of {len(clients)} clients"}
 
 
-def averaged(plan: Plan, phase: PreparedPhase, store: Store) -> Tree:
-    """What a newcomer gets of entries that clients keep: their mean, as the method says."""
-    return averaged_local([phase.schema[key][0] for key in phase.kept], plan.method.newcomer, store)
+def averaged(plan: Plan, phase: PreparedPhase, store: Store, clients: Collection[int] | None = None) -> Tree:
+    """What a newcomer gets of entries that clients keep: their mean, as the method says, over these or all clients."""
+    return averaged_local([phase.schema[key][0] for key in phase.kept], plan.method.newcomer, store, clients)
 
 
 def client_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store, client: int, fallback: Tree) -> Tree:
@@ -47,18 +47,35 @@ def client_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store, c
     return phase.start(server, store.get(client).tree or fallback, plan.device)
 
 
-def global_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Tree:
+def newcomer_model(plan: Plan, phase: PreparedPhase, given: Tree, client: int) -> Tree:
+    """What a client that never trained is tested with, from the model it is given and, by some rules, its own data."""
+    rule = plan.method.newcomer
+    if not rule.uses_data:
+        return given
+    return rule.from_data(plan.step_spec(phase.passes[-1]), given, _own_batches(plan, client))
+
+
+def global_model(
+    plan: Plan, phase: PreparedPhase, server: Tree, store: Store, clients: Collection[int] | None = None
+) -> Tree:
     """The one model of all: shared entries from the server, the clients' mean of what they keep local."""
-    return phase.start(server, averaged(plan, phase, store), plan.device)
+    return phase.start(server, averaged(plan, phase, store, clients), plan.device)
 
 
 def _own_batches(plan: Plan, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The data of a client that never trained, in batches."""
-    rows = plan.federation.clients[client]
+    """The data of a client that never trained, in batches.
+
+    Their order is drawn: many sets lie sorted by class, and a layer's statistics depend on how batches are composed.
+    """
+    rows = _shuffled(plan, client, plan.federation.clients[client], "newcomer's data")
     for part in rows.split(max(2, plan.work.batch_size)):
         if len(part) < 2 and len(rows) > 1:
             continue  # as in training, a trailing batch of one example is skipped
         yield plan.batches.plain(part)
+
+
+def _shuffled(plan: Plan, client: int, rows: Tensor, what: str) -> Tensor:
+    return rows[rng.permutation(rng.key(plan.work.seed, what, client), len(rows))]
 
 
 def metric_facts(task: AnyTask) -> MetricFacts:
@@ -89,11 +106,13 @@ def over_clients(task: AnyTask, each: Mapping[int, Mapping[str, Any]]) -> dict[s
     }
 
 
-def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Scores:
-    """All protocols that apply to the method and the data."""
+def evaluate(
+    plan: Plan, phase: PreparedPhase, server: Tree, store: Store, clients: Collection[int] | None = None
+) -> Scores:
+    """All protocols that apply to the method and the data; local state is averaged over these clients, or over all."""
     federation = plan.federation
     test = federation.tests
-    average = averaged(plan, phase, store)
+    average = averaged(plan, phase, store, clients)
     newcomer = phase.start(server, average, plan.device)
     personal = plan.method.data == "each" and bool(average)
     own_weights = Kind.WEIGHT in {phase.schema[key][0].kind for key in average}
@@ -129,7 +148,8 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
         result["pooled"] = mean_over(owners, test, [everything] * len(owners), model_of, about)
         result["pooled"]["how"] = "mean over the clients' own models"
     else:
-        how = "averaged local state" if average else "global model"
+        whose = "averaged local state" if clients is None else "averaged local state of the last cohort"
+        how = whose if average else "global model"
         result["pooled"] = {**plan.task.summary(plan.scorer.rows(newcomer, test)), "how": how}
     if federation.domains:
         sums = {name: plan.scorer.rows(newcomer, test, rows) for name, rows in federation.domains.items()}
@@ -141,11 +161,14 @@ def evaluate(plan: Plan, phase: PreparedPhase, server: Tree, store: Store) -> Sc
     if any(len(federation.own_test[c]) for c in unseen):
         rule = plan.method.newcomer
         spec = plan.step_spec(phase.passes[-1])
+        tested = {c: federation.own_test[c] for c in unseen}
+        if rule.uses_batches:  # in an order that says nothing of the labels, as test data come in
+            tested = {c: _shuffled(plan, c, rows, "newcomer's tests") for c, rows in tested.items()}
         result["unseen"] = mean_over(
             unseen,
             test,
-            [federation.own_test[c] for c in unseen],
-            (lambda c: rule.from_data(spec, newcomer, _own_batches(plan, c))) if rule.uses_data else None,
+            list(tested.values()),
+            (lambda c: newcomer_model(plan, phase, newcomer, c)) if rule.uses_data else None,
             about,
             (lambda state, x: rule.from_batch(spec, state, x)) if rule.uses_batches else None,
         )

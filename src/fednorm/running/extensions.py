@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from fednorm.errors import ConfigError, UserCodeError, first_line
+from fednorm.errors import ConfigError, UserCodeError, first_line, visible
 from fednorm.running.config import RunConfig
 
 _loaded: dict[str, str] = {}
@@ -80,7 +80,7 @@ def warn_of_changes(stored: Mapping[str, str]) -> None:
     for path, digest in stored.items():
         if sha256(path) != digest:
             print(
-                f"warning: '{path}' has changed since the run was started; from here on the new one is used",
+                visible(f"warning: '{path}' has changed since the run was started; from here on the new one is used"),
                 file=sys.stderr,
             )
 

@@ -30,7 +30,7 @@ class WorldServer(Server):
 
     def cohort(self, round: int, phase: PreparedPhase) -> Sequence[int]:
         drawn = super().cohort(round, phase)
-        if phase.id.purpose is not Purpose.TRAIN or list(drawn) == [UNION]:
+        if self.world.spares_all or phase.id.purpose is not Purpose.TRAIN or list(drawn) == [UNION]:
             return drawn
         if self._there[0] != round:  # once a round, though every one of its exchanges asks
             self._there = round, self.world.present(round, drawn)
@@ -39,7 +39,7 @@ class WorldServer(Server):
     def open(self) -> Exchange | None:
         is_new = self._open is None
         exchange = super().open()
-        if exchange is None or not is_new or exchange.purpose is not Purpose.TRAIN:
+        if exchange is None or not is_new or self.world.spares_all or exchange.purpose is not Purpose.TRAIN:
             return exchange
         shares = {} if list(exchange.cohort) == [UNION] else self.world.shares(exchange.round, exchange.cohort)
         self._open = replace(exchange, shares=shares)
@@ -47,6 +47,8 @@ class WorldServer(Server):
 
     def _begin_round(self, number: int) -> None:
         super()._begin_round(number)
+        if self.world.spares_all:
+            return
         first = self.agreed.phase(PhaseId(Purpose.TRAIN, self.stage))
         there = self.cohort(number, first)
         if list(there) == [UNION]:

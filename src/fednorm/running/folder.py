@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fednorm.errors import ConfigError, LockedError
-from fednorm.files import disk_errors, json_text, safe_name, write_json, written_whole
+from fednorm.files import disk_errors, json_text, open_plain, safe_name, write_json, written_whole
 from fednorm.running.environment import environment
 from fednorm.running.records import RoundRow, as_written
+from fednorm.running.sealed import sealed
 
 
 class RunFolder:
@@ -53,6 +55,11 @@ class RunFolder:
     def state(self) -> Path:
         return self.path / "state.sqlite"
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has state: rows are written only after its first commit."""
+        return self.metrics.exists()
+
     def refuse_place(self) -> None:
         """Refuse a place where no new run can be, without writing anything."""
         if self.config.exists():
@@ -71,13 +78,13 @@ class RunFolder:
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "env.json", environment())
-        write_json(self.config, config)
+        write_json(self.config, sealed(config))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder; a lock dies with its process, so nothing stale is left behind."""
         with disk_errors(self.path):
-            file = (self.path / ".lock").open("a+")
+            file = os.fdopen(open_plain(self.path / ".lock", os.O_RDWR | os.O_CREAT), "r+")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,7 +107,7 @@ class RunFolder:
             file.writelines(_line(row) for row in rows)
         with disk_errors(self.metrics):
             # Without a buffer: a line that did not fit would be tried again, and fail again, when the file is closed.
-            file = self.metrics.open("ab", buffering=0)
+            file = os.fdopen(open_plain(self.metrics, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
         def add(row: RoundRow) -> None:
             with disk_errors(self.metrics):
@@ -111,7 +118,10 @@ class RunFolder:
 
 
 def _line(row: RoundRow) -> str:
-    return json_text(as_written(row)) + "\n"
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError:  # it has numbers that are not finite; to look for them in every row would take longer
+        return json_text(as_written(row)) + "\n"
 
 
 def _write_all(file: io.RawIOBase, line: bytes) -> None:

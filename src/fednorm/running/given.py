@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -17,12 +18,14 @@ from fednorm.errors import CheckpointError, ConfigError
 from fednorm.files import read_json
 from fednorm.running import extensions
 from fednorm.running.config import RunConfig, differences, from_dict, to_dict, updated
-from fednorm.running.consent import refuse_code
+from fednorm.running.consent import named_code, refuse_code
 from fednorm.running.folder import RunFolder
 from fednorm.running.plan import Plan, make_plan
+from fednorm.running.sealed import SHA, is_broken
+from fednorm.running.store import Store
 from fednorm.running.tasks import targets_of
 
-_BESIDE = ("given", "compare", "given_data", "use_sha256")
+_BESIDE = ("given", "compare", "given_data", "use_sha256", SHA)
 """What config.json holds beside the fields of the config."""
 
 
@@ -34,14 +37,22 @@ class Objects:
     federation: Federation | None = None
     method: Method | None = None
     task: AnyTask | None = None
+    code: tuple[str, ...] = ()
+    """code that may be imported, as `named_code` names it: that of a config which was typed or consented to"""
 
     @property
     def names(self) -> list[str]:
-        return [name for name, value in vars(self).items() if value is not None]
+        return [name for name in _ARGUMENTS if getattr(self, name) is not None]
+
+    def trusting(self, config: RunConfig) -> Objects:
+        """The same for whoever wrote this config, or consented to the code that it names."""
+        return replace(self, code=tuple(named_code(config)))
 
     def plan(self, config: RunConfig) -> Plan:
         """The plan of a config with these in the place of its names."""
-        return make_plan(config, model=self.model, federation=self.federation, method=self.method, task=self.task)
+        return make_plan(
+            config, model=self.model, federation=self.federation, method=self.method, task=self.task, code=self.code
+        )
 
     def named(self, config: RunConfig) -> RunConfig:
         """The config with the names of what was given."""
@@ -97,7 +108,30 @@ def read_stored(folder: RunFolder) -> Mapping[str, Any]:
     comparison = stored.get("compare")
     if "compare" in stored and (not isinstance(comparison, dict) or comparison.keys() != {"methods", "seeds"}):
         raise CheckpointError(f"'{folder.config}' is not the config of a comparison; give a folder that fednorm made")
+    if is_broken(stored):
+        _refuse_changed(folder, stored)
     return stored
+
+
+def _refuse_changed(folder: RunFolder, stored: Mapping[str, Any]) -> None:
+    """Refuse a config.json that is not what was written, with all that the run's state knows of it."""
+    if folder.state.exists():
+        with closing(Store(folder.state)) as store:
+            facts = store.facts()
+        if facts:
+            refuse_other_config(facts["config"], config_in(stored), f"'{folder.path}'")
+    raise CheckpointError(
+        f"'{folder.config}' is damaged or was edited (its digest differs); put it back, or start a new run"
+    )
+
+
+def refuse_other_config(stored: Mapping[str, Any], config: RunConfig, run: str = "the run") -> None:
+    """Refuse to go on from the state of a run that was started with another config."""
+    # A field that is new since the run was started has the value that changes nothing.
+    before, now = to_dict(from_dict(stored)), to_dict(config)
+    if before != now:
+        changed = differences(before, now)
+        raise ConfigError(f"{run} was started with another config: {changed}; put it back, or start a new run")
 
 
 def config_in(stored: Mapping[str, Any]) -> RunConfig:
@@ -165,6 +199,7 @@ def check_stored(folder: RunFolder, expected: Mapping[str, Any]) -> None:
     told, wanted = {**to_dict(config_in(stored)), **beside}, dict(expected)
     for each in (told, wanted):
         each.pop("use_sha256", None)
+        each.pop(SHA, None)
     if told != wanted:
         refuse_other_data(folder, told, wanted.get("given_data", {}))
         raise ConfigError(f"'{folder.path}' was started with another config: {differences(told, wanted)}")

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fednorm.core.state import Entry, Tree, entries
+from fednorm.core.state import Entry, Kind, Tree, entries
 from fednorm.errors import CheckpointError
 from fednorm.halves.agreed import Agreed
-from fednorm.running.store import load_tree
+from fednorm.running.tensor_files import load_tree
 
 _LISTED = 5
 """Entries that a note names, before it only counts them."""
@@ -86,15 +86,30 @@ def _check_values(source: str, tree: Tree, listing: Iterable[Entry]) -> None:
     """Refuse numbers that no training can start from."""
     for entry in listing:
         value = tree.get(entry.key)
-        if value is None or not entry.dtype.is_floating_point:
+        if value is None:
             continue
-        if not value.is_floating_point():
+        if _sort(value.dtype) != _sort(entry.dtype):
             raise CheckpointError(
                 f"'{source}': '{entry.key}' holds {str(value.dtype).removeprefix('torch.')} numbers, expected "
                 f"{str(entry.dtype).removeprefix('torch.')}; give a file with the model's own numbers"
             )
         if not torch.isfinite(value).all():
             raise CheckpointError(f"'{source}': '{entry.key}' holds numbers that are not finite; give another file")
+        if _is_never_negative(entry) and (value < 0).any():
+            what = "counter" if entry.kind is Kind.COUNTER else "variance"
+            raise CheckpointError(f"'{source}': '{entry.key}' is a {what} and holds {value.min()}; give another file")
+
+
+def _sort(dtype: torch.dtype) -> str:
+    """What numbers of a type can be loaded as without loss of their meaning."""
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype.is_floating_point else "bool" if dtype is torch.bool else "int"
+
+
+def _is_never_negative(entry: Entry) -> bool:
+    """Variances, and counters of norms; integers elsewhere may be what their module says."""
+    return entry.batch_norm and (entry.kind is Kind.COUNTER or entry.part in ("running_var", "running_std"))
 
 
 def _refusal(source: str, tree: Tree, listing: Iterable[Entry]) -> CheckpointError:

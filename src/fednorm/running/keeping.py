@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fednorm.core.state import Tree
+from fednorm.running.cohorts import averaged_clients
 from fednorm.running.evaluate import global_model
 from fednorm.running.plan import Plan
-from fednorm.running.store import Store, save_tree
+from fednorm.running.store import Store
+from fednorm.running.tensor_files import save_tree
 
 
 class Keeper:
@@ -61,7 +63,8 @@ class Keeper:
         every, folder = self.plan.config.keep_every, self.store.path
         if not (every and round and round % every == 0 and folder):
             return
-        state = global_model(self.plan, self.plan.evaluated(stage), server, self.store)
+        clients = averaged_clients(self.plan, round)
+        state = global_model(self.plan, self.plan.evaluated(stage), server, self.store, clients)
         tensors = {key: state[key].cpu().contiguous() for key in self.plan.prepared.facts.entries}
         about = {"method": self.plan.method.name, "model": self.plan.config.model, "round": str(round)}
         save_tree(folder.with_name(f"round-{round}.safetensors"), tensors, about)

@@ -19,6 +19,7 @@ from fednorm.running.config import from_dict, to_dict
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import Objects
 from fednorm.running.plan import Plan
+from fednorm.running.sealed import sealed
 from fednorm.running.store import Store
 
 
@@ -40,9 +41,9 @@ class Lengthening:
         """Change the folder; a kill in between leaves one that the same command brings to its end."""
         self.folder.result.unlink(missing_ok=True)
         set_rounds(self.folder, self.rounds)
-        if not self.folder.state.exists():
+        if not (self.folder.has_begun or self.folder.state.exists()):
             return
-        with closing(Store(self.folder.state)) as store:
+        with closing(Store(self.folder.state, begun=self.folder.has_begun)) as store:
             facts = store.facts()
             if facts:
                 config = replace(from_dict(facts["config"]), rounds=self.rounds)
@@ -53,7 +54,7 @@ class Lengthening:
 
 def set_rounds(folder: RunFolder, rounds: int) -> None:
     """Change the number of rounds in config.json."""
-    write_json(folder.config, {**read_json(folder.config), "rounds": rounds})
+    write_json(folder.config, sealed({**read_json(folder.config), "rounds": rounds}))
 
 
 def lengthening(folder: RunFolder, plan: Plan, objects: Objects, rounds: int) -> Lengthening | None:
@@ -62,8 +63,8 @@ def lengthening(folder: RunFolder, plan: Plan, objects: Objects, rounds: int) ->
     `plan` is the run's with the new number.
     """
     facts = {}
-    if folder.state.exists():
-        with closing(Store(folder.state)) as store:
+    if folder.has_begun or folder.state.exists():
+        with closing(Store(folder.state, begun=folder.has_begun)) as store:
             facts = store.facts()
     if not facts:
         return Lengthening(folder, rounds, 0, ())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednorm.errors import ConfigError, require
-from fednorm.files import disk_errors
+from fednorm.files import written_whole
 from fednorm.running.records import RunResult
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[s
     if title:
         figure.suptitle(title, fontsize=12)
     path = Path(path)
-    with disk_errors(path):
-        figure.savefig(path)
+    with written_whole(path) as draft:
+        figure.savefig(draft, format=path.suffix[1:] or None)
     return path
 
 

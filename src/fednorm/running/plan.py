@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -24,6 +25,7 @@ from fednorm.data.federation import Federation
 from fednorm.data.from_files.source import find_source
 from fednorm.data.live import usual_loaders
 from fednorm.data.own import load_own, refuse_dealing
+from fednorm.data.pixel_scale import with_pixel_scale
 from fednorm.engines.ignored import refuse_ignored, refuse_nothing_to_narrow
 from fednorm.engines.machine import find_device
 from fednorm.errors import ConfigError
@@ -35,6 +37,7 @@ from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
 from fednorm.models.fitting import check_inputs
 from fednorm.running.config import DataConfig, RunConfig
+from fednorm.running.consent import refuse_unasked
 from fednorm.running.extensions import with_extensions
 from fednorm.running.initial import read_start
 from fednorm.running.own_files import build_own
@@ -67,8 +70,14 @@ def make_plan(
     federation: Federation | None = None,
     method: Method | None = None,
     task: AnyTask | None = None,
+    code: Collection[str] = (),
 ) -> Plan:
-    """Resolve a config; a model, data, method or task given as an object takes the place of the config's name."""
+    """Resolve a config; a model, data, method or task given as an object takes the place of the config's name.
+
+    A config may have been read from anywhere, so code that it names is not imported unless it is among `code`, which
+    is `named_code(config)` of a config that its user wrote or consented to.
+    """
+    refuse_unasked(config, code)
     config = with_extensions(config)
     method = method or parse(config.method)
     lr_factor(config.train.schedule, 1, config.rounds)
@@ -138,6 +147,7 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         val_fraction=config.data.val_fraction,
         optimizer=with_nesterov(train.optimizer) if train.nesterov else train.optimizer,
         lr=train.lr,
+        head_lr=train.head_lr,
         momentum=train.momentum,
         weight_decay=train.weight_decay,
         decay_vectors=train.decay_vectors,
@@ -181,6 +191,10 @@ def _check_validation(plan: Plan) -> None:
 
 def build_federation(config: RunConfig) -> Federation:
     """The federation the config's data section describes."""
+    return with_pixel_scale(_dealt(config), config.data.scaling)
+
+
+def _dealt(config: RunConfig) -> Federation:
     data = config.data
     source = find_source(data.name)
     if source is not None:
@@ -188,10 +202,12 @@ def build_federation(config: RunConfig) -> Federation:
     own = load_own(data.name, dir=data.dir, clients=data.clients, seed=config.seed)
     if isinstance(own, Federation):
         usual = DataConfig()
-        named = ("partition", "unseen", "train_limit")
+        named = ("partition", "unseen", "train_limit", "size")
         refuse_dealing(data.name, **{name: (getattr(data, name), getattr(usual, name)) for name in named})
         return own
     term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
+    if own is not None and data.size is not None:
+        own = own.resized(data.size)
     return make_federation(
         own or load_dataset(data.name, data.dir, size=data.size),
         term.name,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from fednorm.errors import visible
+from fednorm.files import open_plain
 from fednorm.running.folder import RunFolder
 from fednorm.running.records import RoundRow, RunId, number_text, score_of
 
@@ -37,12 +40,15 @@ def _seconds(folder: Path) -> dict[int, float]:
     """Seconds by round. Rounds after the last checkpoint are played, and counted, again; a line may be torn."""
     metrics = RunFolder(folder).metrics
     found: dict[int, float] = {}
-    for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
-        try:
-            row = json.loads(line)
-            found[int(row["round"])] = float(row.get("seconds", 0.0))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
+    if not os.path.lexists(metrics):
+        return found
+    with open(open_plain(metrics), errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+                found[int(row["round"])] = float(row.get("seconds", 0.0))
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                continue
     return found
 
 
@@ -116,7 +122,7 @@ class PlainLines:
             self._print("  ".join(filter(None, (f"[{self.finished}/{self.runs}] {run}", score, f"{took:.0f} s"))))
 
     def _print(self, line: str) -> None:
-        print(line, file=self.stream, flush=True)
+        print(visible(line), file=self.stream, flush=True)
 
 
 class Bars:
@@ -141,7 +147,7 @@ class Bars:
             transient=True,
         )
         for line in gone_on(before, rounds, runs):
-            self.progress.console.print(line, markup=False)
+            self.progress.console.print(visible(line), markup=False)
 
     def __enter__(self) -> Bars:
         self.progress.start()
@@ -152,7 +158,7 @@ class Bars:
 
     def __call__(self, run: RunId, row: RoundRow) -> None:
         if run not in self.tasks:
-            self.tasks[run] = self.progress.add_task(str(run), total=self.pace.rounds, note="")
+            self.tasks[run] = self.progress.add_task(visible(str(run)), total=self.pace.rounds, note="")
         pace = self.pace.tell(run, row)
         self.scores[run] = headline(row) or self.scores.get(run, "")
         note = "  ".join(filter(None, (self.scores[run], pace)))
@@ -162,4 +168,5 @@ class Bars:
             self.finished += 1
             counter = f"[{self.finished}/{self.runs}] " if self.runs > 1 else ""
             took = self.pace.seconds(run)
-            self.progress.console.print(f"{counter}{run}  {self.scores[run]}  {took:.0f} s", markup=False)
+            line = f"{counter}{run}  {self.scores[run]}  {took:.0f} s"
+            self.progress.console.print(visible(line), markup=False)

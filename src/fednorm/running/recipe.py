@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fednorm.errors import ConfigError, unknown
+from fednorm.errors import ConfigError, first_line, unknown
+from fednorm.files import read_bounded
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,15 @@ class Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Read a file; its fields are checked by the config itself."""
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(read_bounded(path, foreign=False).decode())
     except FileNotFoundError:
         raise ConfigError(f"'{path}' does not exist; give a TOML file with fields of the config") from None
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be read: {error.strerror}; give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'{path}' is not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"'{path}' is not TOML: nested too deeply") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
+        raise ConfigError(f"'{path}' is not TOML: {first_line(error)}") from None
     comparison = tables.pop("compare", {})
     if not isinstance(comparison, dict):
         raise ConfigError(f"'{path}': compare is not a table; write [compare] with methods and seeds below")

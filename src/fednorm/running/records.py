@@ -21,7 +21,7 @@ ROW_HISTORY = {
 RESULT_VERSION = 1
 RESULT_HISTORY = {
     0: "files without `version`; read as version 1",
-    1: "`version`, `runs` and `table`",
+    1: "`version`, `runs` and `table`; since then also `made_from` and `sha256`, which older files lack",
 }
 
 
@@ -77,8 +77,8 @@ class ProtocolScores(TypedDict, total=False):
     per_domain: dict[str, float]
     """the metric of each domain, by its name"""
     how: str
-    """`pooled`: what was tested, "global model", "averaged local state" or "mean over the clients' own models";
-    `unseen`: where a newcomer's statistics come from"""
+    """`pooled`: what was tested, "global model", "averaged local state", "averaged local state of the last cohort" (see
+    eval.average) or "mean over the clients' own models"; `unseen`: where a newcomer's statistics come from"""
     sample: str
     """present where only some clients were scored: how many of how many"""
 
@@ -130,6 +130,8 @@ class RoundRow(TypedDict):
     """learning rate of the clients' last phase"""
     train_loss: float
     """mean training loss of the clients' last phase, each client counted once"""
+    train_loss_weighted: NotRequired[float]
+    """the same with clients weighted by how many examples they train on; absent in rows of earlier versions"""
     cohort: NotRequired[list[int]]
     """ids of the clients of the round; absent where all take part"""
     eval: NotRequired[Scores]
@@ -298,6 +300,15 @@ class TableLine(TypedDict):
     """seconds of all its runs"""
 
 
+class MadeFrom(TypedDict):
+    """What a result was computed from; one that is of something else is refused."""
+
+    config: str
+    """digest of config.json"""
+    state: NotRequired[str]
+    """digest of all that state.sqlite held; absent in a comparison, whose runs have theirs"""
+
+
 class ResultFile(TypedDict):
     """result.json of a run (one entry in `runs`) or of a comparison; `--json` prints it with `folder` added."""
 
@@ -307,6 +318,10 @@ class ResultFile(TypedDict):
     """every run, seed by seed and within a seed method by method"""
     table: list[TableLine]
     """one line a method"""
+    made_from: NotRequired[MadeFrom]
+    """what it was computed from; only in files"""
+    sha256: NotRequired[str]
+    """digest of all else in the file; only there"""
 
 
 OnRow = Callable[[RunId, RoundRow], None]
@@ -319,7 +334,7 @@ def as_written(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**clean, "not_finite": words} if words else clean
 
 
-def _as_it_was(stored: Mapping[str, Any]) -> dict[str, Any]:
+def as_it_was(stored: Mapping[str, Any]) -> dict[str, Any]:
     """What `as_written` wrote, with its numbers; the words go, since they are written anew."""
     record = {key: value for key, value in stored.items() if key != "not_finite"}
     return infinite_again(record, stored.get("not_finite", {}))
@@ -328,7 +343,7 @@ def _as_it_was(stored: Mapping[str, Any]) -> dict[str, Any]:
 def read_row(stored: Mapping[str, Any], where: str = "a row of metrics.jsonl") -> RoundRow:
     """A row that was stored, as this version has it; `where` it comes from is for an error."""
     _check_version(stored, ROW_VERSION, where)
-    return cast(RoundRow, {"version": ROW_VERSION, **_as_it_was(stored)})
+    return cast(RoundRow, {"version": ROW_VERSION, **as_it_was(stored)})
 
 
 def read_result(stored: Mapping[str, Any], where: str = "result.json") -> ResultFile:
@@ -336,7 +351,7 @@ def read_result(stored: Mapping[str, Any], where: str = "result.json") -> Result
     _check_version(stored, RESULT_VERSION, where)
     if not isinstance(stored.get("runs"), list) or not stored["runs"]:
         raise CheckpointError(f"{where} holds no run; delete it and resume, and it is written anew")
-    runs = [_as_it_was(run) for run in stored["runs"]]
+    runs = [as_it_was(run) for run in stored["runs"]]
     return cast(ResultFile, {"version": RESULT_VERSION, **stored, "runs": runs})
 
 

@@ -15,8 +15,7 @@ from fednorm.core.task import AnyTask
 from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import refuse_ranks
-from fednorm.errors import CheckpointError
-from fednorm.files import read_json
+from fednorm.errors import CheckpointError, visible
 from fednorm.running.api import resume_folder
 from fednorm.running.comparison import cells_of, play_comparison
 from fednorm.running.config import updated
@@ -24,7 +23,8 @@ from fednorm.running.folder import RunFolder
 from fednorm.running.given import Objects, check_given, config_in, gathered, read_config, read_stored
 from fednorm.running.longer import Lengthening, lengthening, refuse_unless_wanted, set_rounds
 from fednorm.running.plan import Plan
-from fednorm.running.records import OnRow, RunId, RunResult, read_result
+from fednorm.running.records import OnRow, RunId, RunResult
+from fednorm.running.result_file import read_result_file
 from fednorm.running.results import Result
 from fednorm.running.trained import Trained
 
@@ -85,7 +85,7 @@ def _lengthen(
         check_given(run, stored, objects)
         cells = []
     config, _ = read_config(run, use=use, allow_code=allow_code)
-    parts = [(cell.folder, cell.config, cell.objects) for cell in cells] or [(run, config, objects)]
+    parts = [(cell.folder, cell.config, cell.objects) for cell in cells] or [(run, config, objects.trusting(config))]
     found = []
     with run.locked():
         for folder, each, own in parts:
@@ -99,7 +99,7 @@ def _lengthen(
         for longer in found:
             _write(longer, run)
     for note in dict.fromkeys(longer.note for longer in found if longer.reasons):
-        print(f"note: {note}", file=sys.stderr)
+        print(visible(f"note: {note}"), file=sys.stderr)
 
 
 def _write(longer: Lengthening, held: RunFolder) -> None:
@@ -129,12 +129,12 @@ def load_result(
         stored = read_stored(run)
         check_given(run, stored, objects, methods)
         config, _ = read_config(run, allow_code=allow_code, use=use)
-        return replace(objects, method=methods.get(id.method)).plan(updated(config, id._asdict()))
+        return replace(objects, method=methods.get(id.method)).trusting(config).plan(updated(config, id._asdict()))
 
     def trained(each: RunResult) -> Trained:
         id = RunId(each["method"], each["seed"])
         own = RunFolder(run.path / id.file_name) if is_comparison else run
         return Trained(partial(plan, id), own.state)
 
-    runs = tuple(read_result(read_json(run.result), f"'{run.result}'")["runs"])
+    runs = tuple(read_result_file(run)["runs"])
     return Result(runs, str(run.path), tuple(map(trained, runs)))

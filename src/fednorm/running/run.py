@@ -11,12 +11,14 @@ from fednorm.core.report import Report
 from fednorm.engines.base import Awaited, Engine, Order, Played
 from fednorm.engines.choose import make_engine
 from fednorm.engines.ranks import Alone
-from fednorm.errors import ConfigError, FednormError
+from fednorm.errors import FednormError
 from fednorm.halves.exchange import diverged
 from fednorm.halves.prepared_phase import PreparedPhase
-from fednorm.running.config import differences, from_dict, to_dict
+from fednorm.running.cohorts import averaged_clients
+from fednorm.running.config import to_dict
 from fednorm.running.evaluate import Scores, evaluate, metric_facts
 from fednorm.running.failing import WorldServer
+from fednorm.running.given import refuse_other_config
 from fednorm.running.how_it_ran import how_it_ran
 from fednorm.running.in_step import play_in_step
 from fednorm.running.keeping import Keeper
@@ -52,11 +54,8 @@ class Run:
         self.ranks.check(plan.method)
         self.ranks.hand_out(plan.federation.training_clients, store)
         facts = store.facts()
-        # A field that is new since the run was started has the value that changes nothing.
-        stored_config = to_dict(from_dict(facts.get("config", {})))
-        if facts and stored_config != to_dict(plan.config):
-            changed = differences(stored_config, to_dict(plan.config))
-            raise ConfigError(f"the run was started with another config: {changed}; put it back, or start a new run")
+        if facts:
+            refuse_other_config(facts["config"], plan.config)
         # Rounds stay on the device only where one process plays them all.
         remembered, alone = facts.get("engine") or self.ranks.engine(plan.device), type(self.ranks) is Alone
         self.engine_name, self.engine = make(plan, remembered, alone)
@@ -149,7 +148,8 @@ class Run:
     def _scores(self, phase: PreparedPhase) -> Scores:
         self._bring_home()
         self.ranks.collect(self.store)
-        scores = evaluate(self.plan, phase, self.server.tree, self.store) if self.ranks.first else {}
+        clients = averaged_clients(self.plan, self.server.row["round"])
+        scores = evaluate(self.plan, phase, self.server.tree, self.store, clients) if self.ranks.first else {}
         if self.plan.config.keep == "best" and self.ranks.tell_first(lambda: self.keeper.is_best(scores)):
             self.keeper.keep_best(self.server.row["round"], self.server.stage, self.server.tree, scores)
         return scores
@@ -160,6 +160,8 @@ class Run:
         now = time.perf_counter()
         for row, reports, awaited in rounds:
             row["train_loss"] = sum(report.losses["all"] for report in reports) / len(reports)
+            examples = sum(report.num_examples for report in reports)
+            row["train_loss_weighted"] = sum(r.num_examples * r.losses["all"] for r in reports) / examples
             row["seconds"] = round((now - self._settled_at) / len(rounds), 6)
             for each in awaited:
                 for client, why in each.flaws(self.server.norm_factor).items():

@@ -7,25 +7,19 @@ holds the clients of late rounds up to a number of bytes; clients that were neve
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-import os
-import re
-import sqlite3
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from fednorm.core.state import Tree, tree_bytes
-from fednorm.errors import CheckpointError, DiskError
-from fednorm.files import written_whole
+from fednorm.errors import CheckpointError
+from fednorm.files import refuse_links
 from fednorm.halves.mine import ClientState
 from fednorm.halves.state_bytes import (
     RecordLayout,
@@ -34,30 +28,19 @@ from fednorm.halves.state_bytes import (
     layout_from_text,
     layout_of,
     layout_to_text,
-    page_size,
     stack_from_records,
     to_record,
 )
 from fednorm.running.records import RoundRow, read_row
+from fednorm.running.seal import BEST, check_row, read_seal, row_digest
+from fednorm.running.store_file import fit_pages, open_file, put_aside, reading, transaction, writing
 
-VERSION = 2
-# Clients are appended in the order they are first seen, which fills pages to the end; a tree sorted by their random ids
-# would leave a third of every page empty.
-_TABLES = """
-CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL, digest BLOB NOT NULL);
-CREATE TABLE server (name TEXT PRIMARY KEY, blob BLOB NOT NULL, digest BLOB NOT NULL);
-CREATE TABLE layouts (number INTEGER PRIMARY KEY, layout TEXT NOT NULL, digest BLOB NOT NULL);
-CREATE TABLE clients (row INTEGER PRIMARY KEY, id INTEGER NOT NULL UNIQUE, layout INTEGER NOT NULL,
-                      digest BLOB NOT NULL, record BLOB NOT NULL);
-CREATE TABLE rounds (round INTEGER PRIMARY KEY, row TEXT NOT NULL, digest BLOB NOT NULL);
-"""
 _PUT_CLIENT = """
 INSERT INTO clients (id, layout, digest, record) VALUES (?,?,?,?)
 ON CONFLICT (id) DO UPDATE SET layout=excluded.layout, digest=excluded.digest, record=excluded.record
 """
 _AT_ONCE = 500
 """Clients in one query."""
-_WAL_BYTES = 4 << 20
 _TENSOR_BYTES = 600
 """About what a tensor costs beside its numbers."""
 _ROW_BYTES = 24
@@ -68,10 +51,11 @@ class Store:
     """Server and client state in a file; changes become lasting together, at `commit`.
 
     Without a path the file is SQLite's own temporary one, which stays in memory while it is small. `cache_bytes` is the
-    memory for states that are in the file already; changed ones are held until they are.
+    memory for states that are in the file already; changed ones are held until they are. A file without any commit is
+    refused where the run has `begun`.
     """
 
-    def __init__(self, path: Path | None = None, cache_bytes: int = 32 << 20) -> None:
+    def __init__(self, path: Path | None = None, cache_bytes: int = 32 << 20, begun: bool = False) -> None:
         self.path = path
         self.cache_bytes = cache_bytes
         self._name = path or "the run's temporary file"
@@ -79,35 +63,16 @@ class Store:
         self._changed: dict[int, ClientState] = {}
         self._cached: OrderedDict[int, ClientState] = OrderedDict()
         self._cached_bytes = 0
-        with _disk(self._name):
-            self._db = sqlite3.connect(path or "", isolation_level=None)
+        if path:  # SQLite itself would follow links, also of the files that it keeps beside this one
+            refuse_links(path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal")))
+        with reading(self._name), writing(self._name):
+            self._db = open_file(path, self._name, begun)
             try:
-                if path:
-                    path.chmod(0o600)  # a client's statistics are a fingerprint of its data
-                self._open()
                 self._layouts = self._stored_layouts()
             except BaseException:
                 self._db.close()
                 raise
         self._numbers = {layout: number for number, layout in self._layouts.items()}
-
-    def _open(self) -> None:
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        fresh = version == 0 and self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        if not fresh and version != VERSION:
-            raise CheckpointError(
-                f"{self._name} has state version {version}, this fednorm reads {VERSION}; use the fednorm that wrote it"
-            )
-        self._set_journal()
-        if fresh:
-            self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={VERSION}; COMMIT;")
-
-    def _set_journal(self) -> None:
-        pages = _WAL_BYTES // self._db.execute("PRAGMA page_size").fetchone()[0]
-        self._db.executescript(
-            f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA wal_autocheckpoint={pages};"
-            f"PRAGMA journal_size_limit={_WAL_BYTES};"
-        )
 
     def close(self) -> None:
         self._db.close()
@@ -143,7 +108,7 @@ class Store:
 
     def seen(self) -> list[int]:
         """Ids of all clients that have state, ascending."""
-        with _readable(self._name):
+        with reading(self._name):
             stored = {row[0] for row in self._db.execute(f"SELECT id FROM {self._clients}")}  # noqa: S608
         return sorted(stored | self._changed.keys())
 
@@ -152,7 +117,7 @@ class Store:
         wanted = set(keys)
         fitting = [number for number, layout in self._layouts.items() if wanted <= {key for key, _, _ in layout}]
         found: set[int] = set()
-        with _readable(self._name):
+        with reading(self._name):
             for number in fitting:
                 query = f"SELECT id FROM {self._clients} WHERE layout=?"  # noqa: S608
                 found.update(row[0] for row in self._db.execute(query, (number,)))
@@ -176,13 +141,13 @@ class Store:
     def _read(self, clients: Sequence[int]) -> Iterator[tuple[int, tuple[RecordLayout, bytes]]]:
         for part in _parts(clients):
             marks = ",".join("?" * len(part))
-            with _readable(self._name):
+            with reading(self._name):
                 rows = self._db.execute(
                     f"SELECT id, layout, digest, record FROM {self._clients} WHERE id IN ({marks})",  # noqa: S608
                     part,
                 ).fetchall()
             for client, number, digest, record in rows:
-                _check(record, digest, _client_row(client, number))
+                check_row(record, digest, _client_row(client, number), bytes)
                 if number not in self._layouts:
                     raise CheckpointError(
                         f"{self._name} has no layout {number}, which client {client} names; start the run anew"
@@ -201,18 +166,18 @@ class Store:
             self._cached_bytes -= _cost(self._cached.pop(client))
 
     def _stored_layouts(self) -> dict[int, RecordLayout]:
-        with _readable(self._name):
+        with reading(self._name):
             rows = self._db.execute("SELECT number, layout, digest FROM layouts").fetchall()
         found = {}
         for number, text, digest in rows:
-            _check(text, digest, f"layout {number}")
+            check_row(text, digest, f"layout {number}")
             found[number] = layout_from_text(text)
         return found
 
     def of_best(self) -> Store:
         """The same store with the clients as the best round left them; for reading alone."""
         other = copy.copy(self)
-        other._clients, other._changed = "best_clients", {}
+        other._clients, other._changed = BEST, {}
         other._cached, other._cached_bytes = OrderedDict(), 0
         return other
 
@@ -234,83 +199,97 @@ class Store:
         records = [(c, layouts[c], to_record(s.steps, s.tree, layouts[c])) for c, s in sorted(self._changed.items())]
         new = dict.fromkeys(layout for _, layout, _ in records if layout not in self._numbers)
         numbers = {**self._numbers, **{layout: len(self._numbers) + index for index, layout in enumerate(new)}}
-        with _disk(self._name):
+        with writing(self._name):
             if records and not self._numbers:
-                self._fit_pages(len(records[0][2]) + _ROW_BYTES)
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                for name, tree in trees.items():
-                    blob = encode(tree)
-                    self._db.execute("REPLACE INTO server VALUES (?,?,?)", (name, blob, _digest(blob, name)))
-                for layout in new:
-                    number, text = numbers[layout], layout_to_text(layout)
-                    values = (number, text, _digest(text, f"layout {number}"))
-                    self._db.execute("INSERT INTO layouts VALUES (?,?,?)", values)
-                self._db.executemany(
-                    _PUT_CLIENT,
-                    (
-                        (client, numbers[layout], _digest(record, _client_row(client, numbers[layout])), record)
-                        for client, layout, record in records
-                    ),
-                )
-                for name, value in {**facts, "round": round}.items():
-                    text = json.dumps(value)
-                    self._db.execute("REPLACE INTO facts VALUES (?,?,?)", (name, text, _digest(text, f"fact {name}")))
-                for row in rows:
-                    text = json.dumps(row)
-                    values = (row["round"], text, _digest(text, f"round {row['round']}"))
-                    self._db.execute("REPLACE INTO rounds VALUES (?,?,?)", values)
-                if best:
-                    self._db.execute("DROP TABLE IF EXISTS best_clients")
-                    self._db.execute("CREATE TABLE best_clients AS SELECT * FROM clients")
-                    self._db.execute("CREATE INDEX best_ids ON best_clients (id)")
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+                fit_pages(self._db, len(records[0][2]) + _ROW_BYTES)
+            with transaction(self._db):
+                added = {numbers[layout]: layout for layout in new}
+                clients = [(client, numbers[layout], record) for client, layout, record in records]
+                self._write(trees, {**facts, "round": round}, rows, added, clients, best)
         self._numbers = numbers
         self._layouts = {number: layout for layout, number in numbers.items()}
         changed, self._changed = self._changed, {}
         for client, state in changed.items():
             self._cache(client, ClientState(state.steps, _owned(state.tree)))
 
-    def _fit_pages(self, row: int) -> None:
-        """Choose the file's page size for the first clients that come, while it is small enough to be rewritten."""
-        wanted = page_size(row)
-        if self._db.execute("PRAGMA page_size").fetchone()[0] == wanted:
-            return
-        try:
-            self._db.executescript(f"PRAGMA journal_mode=DELETE; PRAGMA page_size={wanted}; VACUUM;")
-        except sqlite3.OperationalError as error:
-            if "full" in str(error) or "disk I/O" in str(error):
-                raise
-            # Somebody reads the file just now. Every page size is right, this one only saves space.
-        self._set_journal()
+    def _write(
+        self,
+        trees: Mapping[str, Tree],
+        facts: Mapping[str, Any],
+        rows: Sequence[Mapping[str, Any]],
+        layouts: Mapping[int, RecordLayout],
+        clients: Sequence[tuple[int, int, bytes]],
+        best: bool,
+    ) -> None:
+        """Write everything that is new, and the seal that goes with it."""
+        seal = read_seal(self._db)
+        blobs = {name: encode(tree) for name, tree in trees.items()}
+        digests = {name: row_digest(blob, name) for name, blob in blobs.items()}
+        self._db.executemany("REPLACE INTO server VALUES (?,?,?)", ((n, blobs[n], digests[n]) for n in blobs))
+        seal = seal.with_named("server", digests)
+
+        texts = {str(number): layout_to_text(layout) for number, layout in layouts.items()}
+        digests = {number: row_digest(text, f"layout {number}") for number, text in texts.items()}
+        self._db.executemany("INSERT INTO layouts VALUES (?,?,?)", ((int(n), texts[n], digests[n]) for n in texts))
+        seal = seal.with_named("layouts", digests)
+
+        texts = {name: json.dumps(value) for name, value in facts.items()}
+        digests = {name: row_digest(text, f"fact {name}") for name, text in texts.items()}
+        self._db.executemany("REPLACE INTO facts VALUES (?,?,?)", ((n, texts[n], digests[n]) for n in texts))
+        seal = seal.with_named("facts", digests)
+
+        before = self._digests("clients", "id", [client for client, _, _ in clients])
+        records = [(c, number, row_digest(record, _client_row(c, number)), record) for c, number, record in clients]
+        self._db.executemany(_PUT_CLIENT, records)
+        seal = seal.with_rows("clients", before, (digest for _, _, digest, _ in records))
+
+        lines = [(row["round"], json.dumps(row)) for row in rows]
+        before = self._digests("rounds", "round", [number for number, _ in lines])
+        values = [(number, text, row_digest(text, f"round {number}")) for number, text in lines]
+        self._db.executemany("REPLACE INTO rounds VALUES (?,?,?)", values)
+        seal = seal.with_rows("rounds", before, (digest for _, _, digest in values))
+        if best:
+            put_aside(self._db)
+            seal = seal.with_best()
+        seal.write(self._db)
+
+    def _digests(self, table: str, column: str, keys: Sequence[int]) -> list[bytes]:
+        """The digests of those of some rows that are there."""
+        found: list[bytes] = []
+        for part in _parts(keys):
+            query = f"SELECT digest FROM {table} WHERE {column} IN ({','.join('?' * len(part))})"  # noqa: S608
+            found += [row[0] for row in self._db.execute(query, part)]
+        return found
+
+    @property
+    def digest(self) -> str:
+        """One number that stands for all that the last commit left."""
+        with reading(self._name):
+            return read_seal(self._db).digest
 
     def facts(self) -> dict[str, Any]:
         """The facts of the last commit; empty before the first."""
         found = {}
-        with _readable(self._name):
+        with reading(self._name):
             for name, text, digest in self._db.execute("SELECT name, value, digest FROM facts"):
-                _check(text, digest, f"fact {name}")
+                check_row(text, digest, f"fact {name}")
                 found[name] = json.loads(text)
         return found
 
     def tree(self, name: str) -> Tree:
         """A server tree of the last commit."""
-        with _readable(self._name):
+        with reading(self._name):
             row = self._db.execute("SELECT blob, digest FROM server WHERE name=?", (name,)).fetchone()
         if row is None:
             raise CheckpointError(f"{self._name} holds no '{name}'; it is not the state of a run")
-        _check(row[0], row[1], name)
+        check_row(row[0], row[1], name, bytes)
         return safetensors.torch.load(row[0])
 
     def rows(self) -> Iterator[RoundRow]:
         """The rows of all committed rounds, in order."""
-        with _readable(self._name):
+        with reading(self._name):
             for number, text, digest in self._db.execute("SELECT round, row, digest FROM rounds ORDER BY round"):
-                _check(text, digest, f"round {number}")
+                check_row(text, digest, f"round {number}")
                 yield read_row(json.loads(text), f"round {number} in {self._name}")
 
 
@@ -332,58 +311,6 @@ def _owned(tree: Tree) -> Tree:
         key: value.clone() if value.untyped_storage().nbytes() > value.numel() * value.element_size() else value
         for key, value in tree.items()
     }
-
-
-def _digest(content: bytes | str, row: str) -> bytes:
-    data = content.encode() if isinstance(content, str) else content
-    return hashlib.blake2b(data + row.encode(), digest_size=8).digest()
-
-
-def _check(content: Any, digest: Any, row: str) -> None:
-    if not isinstance(content, bytes | str) or _digest(content, row) != digest:
-        raise CheckpointError(f"the stored state of {row} is damaged (its digest differs); start the run anew")
-
-
-@contextmanager
-def _disk(name: Path | str) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.DatabaseError as error:
-        if "full" in str(error) or "disk I/O" in str(error):
-            raise DiskError(f"{name} cannot be written: {error}; free some space and resume") from error
-        raise CheckpointError(f"{name} is not usable as the state of a run: {error}") from error
-
-
-@contextmanager
-def _readable(name: Path | str) -> Iterator[None]:
-    try:
-        yield
-    except (sqlite3.DatabaseError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{name} cannot be read as the state of a run: {error}") from error
-
-
-def load_tree(path: Path) -> Tree:
-    """The tensors of a safetensors file, or an error that says what the file is not."""
-    if path.is_dir():
-        raise CheckpointError(f"'{path}' is a folder; give a .safetensors file")
-    try:
-        return safetensors.torch.load_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"'{path}' does not exist; give a .safetensors file") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"'{path}' is not a safetensors file ({error}); pickle files are never read") from None
-
-
-def save_tree(path: Path, tree: Tree, metadata: Mapping[str, str]) -> None:
-    """Write tensors as a safetensors file, whole or not at all."""
-    with written_whole(path) as draft:
-        try:
-            safetensors.torch.save_file(tree, draft, metadata=dict(metadata))
-        except SafetensorError as error:
-            number = re.search(r"os error (\d+)", str(error))  # the system's own number is all it keeps of a full disk
-            if number is None:
-                raise
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def to_device(tree: Tree, device: torch.device) -> Tree:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from fednorm.errors import ConfigError, first_line, require
-from fednorm.files import read_json, write_json
+from fednorm.errors import ConfigError, first_line, require, visible
+from fednorm.files import read_json, refuse_links, write_json
 from fednorm.running.records import RoundRow, RunId
 
 PROJECT = "fednorm"
@@ -195,6 +195,8 @@ class Tracker:
         self._failed = True  # until it is not: what failed once is not complained of again at the end
         if run not in self._logs:
             config = {**self._config, **run._asdict()}
+            own = ("tensorboard", f"tensorboard/{run.file_name}", "wandb", "mlruns")
+            refuse_links(*(self._folder / name for name in own))
             self._logs[run] = self._kind.begin(Followed(run, row["round"], self._folder, config))
         self._logs[run].log(row["round"], scalars(row))
         self._last[run] = row["round"]
@@ -214,4 +216,5 @@ class Tracker:
 
 def warn(name: str, error: Exception) -> None:
     """One line for an observer that failed."""
-    print(f"warning: {name} failed ({first_line(error)}); the run goes on without it", file=sys.stderr)
+    said = visible(first_line(error))
+    print(f"warning: {name} failed ({said}); the run goes on without it", file=sys.stderr)

@@ -14,7 +14,9 @@ from torch import nn
 from fednorm.core.state import Tree
 from fednorm.data.client_names import client_number
 from fednorm.errors import CheckpointError, ConfigError, unknown
-from fednorm.running.evaluate import averaged, client_model, global_model
+from fednorm.running.cohorts import averaged_clients
+from fednorm.running.evaluate import averaged, client_model, global_model, newcomer_model
+from fednorm.running.given import refuse_other_config
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store
 
@@ -50,12 +52,16 @@ def model_of(plan: Plan, store: Store, client: int | str | None = None, which: W
     facts = store.facts()
     if not facts:
         raise CheckpointError(f"'{store.path}' holds no round; the run never started")
+    refuse_other_config(facts["config"], plan.config)
     store, server, stage = _chosen(store, facts.get("best"), which)
     phase = plan.evaluated(stage)
+    clients = averaged_clients(plan, facts["round"] if which == "last" else facts["best"]["round"])
     if number is None or plan.method.data == "union":
-        state = global_model(plan, phase, server, store)
+        state = global_model(plan, phase, server, store, clients)
+    elif number in plan.federation.unseen:
+        state = newcomer_model(plan, phase, global_model(plan, phase, server, store, clients), number)
     else:
-        state = client_model(plan, phase, server, store, number, averaged(plan, phase, store))
+        state = client_model(plan, phase, server, store, number, averaged(plan, phase, store, clients))
     return {key: state[key].cpu().contiguous() for key in plan.prepared.facts.entries}
 
 

@@ -1,9 +1,9 @@
-"""What a newcomer gets of entries that clients keep: their mean over all clients seen, read a few hundred at a time."""
+"""What a newcomer gets of entries that clients keep: their mean over clients seen, read a few hundred at a time."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -26,13 +26,19 @@ class ClientTrees(Protocol):
         ...
 
 
-def averaged_local(local: Sequence[Entry], newcomer: Newcomer, store: ClientTrees) -> Tree:
+def averaged_local(
+    local: Sequence[Entry], newcomer: Newcomer, store: ClientTrees, only: Collection[int] | None = None
+) -> Tree:
     """The uniform mean, over all clients seen, of what they keep local; counters by maximum, variances as told.
+
+    With `only`, those of them alone, unless none of them keeps anything yet.
 
     The sums are those of `pieces.merges`: float64, by ascending client id, whatever the number of clients.
     """
     local = [entry for entry in local if entry.kind is not Kind.OPTIMIZER and not entry.extra]
     clients = store.holding(entry.key for entry in local) if local else []
+    if only is not None:
+        clients = [client for client in clients if client in only] or clients
     if not clients:
         return {}
     counters = [entry for entry in local if entry.kind is Kind.COUNTER]

@@ -59,7 +59,7 @@ def torchvision_state() -> str:
     if importlib.util.find_spec("torchvision") is None:
         return "absent"
     done = subprocess.run(
-        [sys.executable, "-c", "import torchvision; torchvision.ops.nms"],
+        [sys.executable, "-P", "-c", "import torchvision; torchvision.ops.nms"],  # not one that lies in this folder
         capture_output=True,
         text=True,
         timeout=120,

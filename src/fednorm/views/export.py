@@ -21,8 +21,9 @@ from fednorm.pieces.fold import fold_with_report
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import check_given, config_in, gathered, read_config, read_stored
 from fednorm.running.plan import Plan
-from fednorm.running.store import save_tree
+from fednorm.running.tensor_files import save_tree
 from fednorm.running.trained import Which, model_of, network_with, opened_state
+from fednorm.views.describe_piece import explain_piece
 
 
 def export(
@@ -56,7 +57,7 @@ def export(
     check_given(run, stored, objects)
     config, _ = read_config(run, allow_code=allow_code, use=use)
     with opened_state(run.state) as store:
-        plan = objects.plan(config)
+        plan = objects.trusting(config).plan(config)
         if client is not None:
             client = client_number(plan.federation, client)
         state = model_of(plan, store, client, which)
@@ -73,6 +74,7 @@ def export(
         "method": plan.method.name,
         "client": "global" if client is None else str(client),
         **_about_data(plan.federation, client),
+        **_about_local(plan, client),
         "seed": str(config.seed),
         "rounds": str(rounds),
         "fednorm": __version__,
@@ -89,6 +91,19 @@ def _about_data(federation: Federation, client: int | None) -> dict[str, str]:
     about = {"classes": list(federation.classes), "preprocessing": dict(federation.preprocessing)}
     names = {} if client is None or not federation.client_names else {"client_name": federation.client_names[client]}
     return {**names, **{key: json.dumps(value) for key, value in about.items() if value}}
+
+
+def _about_local(plan: Plan, client: int | None) -> dict[str, str]:
+    """Where the entries of a model come from that clients keep to themselves, where it is nobody's own."""
+    kept = plan.prepared.facts.entries.keys() & set(plan.evaluated(-1).kept)
+    if not kept or plan.method.data == "union" or (client is not None and client not in plan.federation.unseen):
+        return {}
+    rule = plan.method.newcomer
+    own = client is not None and rule.uses_data
+    return {
+        "local_entries": "taken from the client's own data" if own else "mean over the clients",
+        "newcomers": f"{rule.name}: {explain_piece(rule)}",
+    }
 
 
 def folded(plan: Plan, state: Tree) -> tuple[Tree, dict[str, str]]:

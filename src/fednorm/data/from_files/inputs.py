@@ -9,10 +9,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from fednorm.data.client_rows import shared_row
 from fednorm.data.federation import Federation
 from fednorm.data.from_files.problems import listed
 from fednorm.data.from_files.scaling import training_rows
 from fednorm.data.from_files.table_file import Column
+from fednorm.errors import ConfigError
 
 Scale = Literal["pooled", "client", "none"]
 
@@ -26,6 +28,11 @@ class TableInputs:
 
     def __call__(self, federation: Federation) -> Federation:
         """The federation with the inputs themselves, how they were made, and a line that says so."""
+        if self.standardize == "client" and (shared := shared_row(federation.clients)) is not None:
+            raise ConfigError(
+                f"data.standardize=client scales a row by its client's numbers, but row {shared} is dealt more than "
+                "once; leave out size in data.partition, or give data.standardize=pooled"
+            )
         train, test = federation.x.numpy(), federation.test_x.numpy()
         used = train[training_rows(federation).numpy()]
         owner = _Owners(federation, int(max(train.max(), test.max())) + 1)

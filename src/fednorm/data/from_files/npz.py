@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +17,12 @@ from fednorm.data.from_files.labels import Labels, check_classes, class_labels, 
 from fednorm.data.from_files.problems import listed, noted, refuse
 from fednorm.data.from_files.scaling import with_image_scale
 from fednorm.data.from_files.source import Source
+from fednorm.data.members import check_members
 from fednorm.errors import ConfigError, first_line
 
 PLAIN = ("x", "y", "client", "split")
 PARTED = ("x_train", "y_train", "client_train", "x_test", "y_test", "client_test")
 EXPECTED = "expected x and y, with client and split if you like, or x_train, y_train, x_test and y_test"
-_MOST_DEFLATED = 1040
-"""Bytes that one byte of a deflated file can stand for (1,032), and a little for headers."""
 Form = Literal["images", "vectors", "tokens", "arrays"]
 
 
@@ -85,32 +83,17 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise ConfigError(f"'{path}' is a folder; give a .npz file, or folder:DIR for images")
     try:
         with zipfile.ZipFile(path) as archive:
-            names = {Path(info.filename).stem: info for info in archive.infolist() if info.filename.endswith(".npy")}
-            wanted = [name for name in (*PLAIN, *PARTED) if name in names]
-            for name in wanted:
-                _check_member(archive, names[name], f"'{path}': {name}")
+            names = check_members(archive, path, (*PLAIN, *PARTED))
         with np.load(path, allow_pickle=False) as stored:
-            found = {name: stored[name] for name in wanted}
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+            found = {name: stored[name] for name in (*PLAIN, *PARTED) if name in names}
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever zipfile and numpy make of damaged bytes
         raise ConfigError(
             f"'{path}' is not a readable .npz file ({first_line(error)}); save it with np.savez"
         ) from None
     _check_names(found, sorted(names), path)
     return found
-
-
-def _check_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str) -> None:
-    """Refuse an array whose header promises more than the file can hold, or that holds Python objects."""
-    with archive.open(info) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-        header = file.tell()
-    if dtype.hasobject:
-        raise ConfigError(f"{what} holds Python objects, which are never read; save numbers, or text as dtype 'U'")
-    size = math.prod(shape) * dtype.itemsize
-    if size != info.file_size - header or info.file_size > _MOST_DEFLATED * (info.compress_size + 1):
-        raise ConfigError(f"{what} says it has {size:,} bytes, which its file does not hold; save it again")
 
 
 def _check_names(found: Mapping[str, np.ndarray], names: list[str], path: Path) -> None:

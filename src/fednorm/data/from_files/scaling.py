@@ -17,14 +17,20 @@ def with_image_scale(federation: Federation) -> Federation:
     rows = training_rows(federation)
     mean, std = channel_scale(federation.x, rows)
     channels, height, width = federation.x.shape[1:]
+    about = {"kind": "images", "size": [height, width], "channels": channels, "mean": list(mean), "std": list(std)}
+    scaled = replace(federation, mean=mean, std=std, preprocessing=about)
+    return replace(scaled, notes=(*federation.notes, scale_note(scaled, len(rows))))
+
+
+def scale_note(federation: Federation, num_rows: int) -> str:
+    """What is told of images that were scaled by their own mean and deviation, over this many of them."""
+    channels, height, width = federation.x.shape[1:]
     look = {1: "grey", 3: "colour"}.get(channels, f"{channels} channels")
-    shown = " and ".join("/".join(f"{value:.3f}" for value in values) for values in (mean, std))
-    note = (
-        f"images {width}x{height} {look}; mean and deviation {shown}, computed over the {len(rows)} training images of "
+    shown = " and ".join("/".join(f"{value:.3f}" for value in each) for each in (federation.mean, federation.std))
+    return (
+        f"images {width}x{height} {look}; mean and deviation {shown}, computed over the {num_rows} training images of "
         "all clients that train"
     )
-    about = {"kind": "images", "size": [height, width], "channels": channels, "mean": list(mean), "std": list(std)}
-    return replace(federation, mean=mean, std=std, notes=(*federation.notes, note), preprocessing=about)
 
 
 def training_rows(federation: Federation) -> Tensor:

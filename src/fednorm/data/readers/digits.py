@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bz2
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from fednorm.core import rng
+from fednorm.data.bounds import refuse_above, unpacked
 from fednorm.data.image_set import ImageSet, resize
-from fednorm.data.readers.forms import Form, damaged
+from fednorm.data.readers.forms import Form, below, damaged, lines_of
 from fednorm.data.readers.idx import DIGITS
 from fednorm.data.readers.images import read_class_tree, read_images
 from fednorm.data.readers.packed import grey, labels, read_archive, unpack
 from fednorm.data.registry import DIGIT_DOMAINS
-from fednorm.errors import require
+from fednorm.errors import FednormError, first_line, require
 
 TRAIN_PER_DOMAIN = 7_438
 USPS_TEST = 1_860
@@ -33,15 +34,16 @@ def read_libsvm(path: Path) -> tuple[Tensor, Tensor]:
     """USPS lines `label 1:value ... 256:value`, labels 1 to 10, values from -1 to 1."""
     pixels, codes = [], []
     try:
-        with bz2.open(path, "rt", encoding="ascii") as lines:
-            for line in lines:
-                label, *entries = line.split()
-                row = np.full(256, -1.0)
-                for entry in entries:
-                    column, value = entry.split(":")
-                    row[int(column) - 1] = float(value)
-                pixels.append(row)
-                codes.append(int(label) - 1)
+        for line in unpacked(path).decode("ascii").splitlines():
+            label, *entries = line.split()
+            row = np.full(256, -1.0)
+            for entry in entries:
+                column, value = entry.split(":")
+                row[range(256)[int(column) - 1]] = float(value)
+            pixels.append(row)
+            codes.append(range(10)[int(label) - 1])
+        if not codes:
+            raise ValueError("no line in it")
     except (OSError, EOFError, ValueError, IndexError) as error:
         raise damaged(path, f"not USPS in libsvm form ({error})") from error
     images = ((np.stack(pixels) + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16)  # cut off, as torchvision does
@@ -51,13 +53,20 @@ def read_libsvm(path: Path) -> tuple[Tensor, Tensor]:
 def read_mat(path: Path) -> tuple[Tensor, Tensor]:
     """SVHN's and SynthDigits' MATLAB files: X (H, W, 3, N), y (N, 1), where 10 means the digit 0."""
     require("scipy", "data", "reading MATLAB files")
-    from scipy.io import loadmat
+    from scipy.io import loadmat, whosmat
 
     try:
+        arrays = {name: (shape, kind) for name, shape, kind in whosmat(str(path)) if name in ("X", "y")}
+        size = sum(math.prod(shape) * (1 if kind == "uint8" else 8) for shape, kind in arrays.values())
+        refuse_above(path, size, path.stat().st_size)
         content = loadmat(str(path), variable_names=["X", "y"])
         images, codes = content["X"], content["y"].reshape(-1)
-    except (ValueError, KeyError, OSError, TypeError, NotImplementedError) as error:
-        raise damaged(path, f"not a MATLAB file with X and y ({error})") from error
+    except FednormError:
+        raise
+    except Exception as error:  # whatever scipy makes of damaged bytes
+        raise damaged(path, f"not a MATLAB file with X and y ({first_line(error)})") from error
+    if images.dtype != np.uint8 or images.ndim != 4 or codes.dtype.kind not in "uif" or len(codes) != images.shape[3]:
+        raise damaged(path, f"X is {images.shape} {images.dtype} and y {codes.shape} {codes.dtype}")
     x = torch.from_numpy(np.ascontiguousarray(images.transpose(3, 2, 0, 1)))
     return x, torch.from_numpy(codes.astype(np.int64) % 10)
 
@@ -108,12 +117,12 @@ def _tree_form(name: str, size: int) -> Form:
 def _read_listed(root: Path, _size: int | None) -> ImageSet:
     def split(name: str) -> tuple[Tensor, Tensor]:
         listing = root / f"{name}_labels.txt"
-        entries = [line.split() for line in listing.read_text().splitlines() if line.strip()]
+        entries = [line.split() for line in lines_of(listing) if line.strip()]
         if not entries or any(len(entry) != 2 or entry[1] not in DIGITS for entry in entries):
             raise damaged(listing, "expected lines of a file name and a digit")
         codes = torch.tensor([int(label) for _, label in entries], dtype=torch.int64)
         # The published images are 32x32 with the digit in the middle; the set is used at 28x28.
-        return read_images([root / name / file for file, _ in entries], (28, 28)), codes
+        return read_images([below(root / name, file, listing) for file, _ in entries], (28, 28)), codes
 
     return digit_set("mnist_m", split("mnist_m_train"), split("mnist_m_test"))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fednorm.core import rng
 from fednorm.data.image_set import ImageSet
 from fednorm.data.partition import largest_remainder
-from fednorm.data.readers.forms import Form, damaged
+from fednorm.data.readers.forms import Form, below, lines_of
 from fednorm.data.readers.images import class_folders, image_files, read_images
 from fednorm.data.readers.packed import labels, read_archive, unpack
 from fednorm.data.registry import DOMAINNET_DOMAINS, OFFICE_DOMAINS, PACS_DOMAINS
@@ -82,10 +82,8 @@ def _listed(root: Path, domain: str, split: str, classes: Sequence[str]) -> list
     """The images of a split list that belong to these classes; lines are `path label`."""
     found: list[tuple[Path, int]] = []
     listing = root / f"{domain}_{split}.txt"
-    for line in listing.read_text().splitlines():
-        path = root / line.rsplit(" ", 1)[0]
-        if not path.resolve().is_relative_to(root.resolve()):
-            raise damaged(listing, f"'{line}' points out of {root}")
+    for line in lines_of(listing):
+        path = below(root, line.rsplit(" ", 1)[0], listing)
         if path.parent.name in classes:
             found.append((path, classes.index(path.parent.name)))
     return found

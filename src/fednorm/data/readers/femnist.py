@@ -30,7 +30,7 @@ def _read_split(folder: Path) -> tuple[Tensor, Tensor, list[str]]:
                 images.append(np.rint(pixels * 255).astype(np.uint8))
                 codes += [int(label) for label in data["y"]]
                 writers += [str(user)] * len(data["y"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise damaged(path, f"not LEAF's JSON ({error!r})") from error
     if not codes:
         raise damaged(folder, "no JSON file with examples in it")

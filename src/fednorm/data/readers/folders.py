@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fednorm.data.image_set import ImageSet
-from fednorm.data.readers.forms import Form, damaged
+from fednorm.data.readers.forms import Form, below, damaged, lines_of
 from fednorm.data.readers.images import class_folders, image_files, read_class_tree, read_images
 from fednorm.errors import ConfigError
 
@@ -25,11 +25,12 @@ def _read_tiny(root: Path, size: int | None) -> ImageSet:
     train = [(path, k) for k, name in enumerate(classes) for path in image_files(root / "train" / name / "images")]
     listing = root / "val" / "val_annotations.txt"
     test: list[tuple[Path, int]] = []
-    for line in listing.read_text().splitlines():
-        file, name = line.split("\t")[:2]
+    for line in lines_of(listing):
+        file, _, rest = line.partition("\t")
+        name = rest.partition("\t")[0]
         if name not in classes:
             raise damaged(listing, f"class '{name}' has no folder in {root / 'train'}")
-        test.append((root / "val" / "images" / file, classes.index(name)))
+        test.append((below(root / "val" / "images", file, listing), classes.index(name)))
     pools = [
         (read_images([path for path, _ in part], side), torch.tensor([k for _, k in part])) for part in (train, test)
     ]

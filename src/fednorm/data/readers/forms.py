@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,23 @@ def missing(name: str, folder: Path, forms: Sequence[Form]) -> ConfigError:
     return ConfigError(
         f"{name} was not found in {folder}; expected {paths[0]}{more}{others}; {how_to_get(name, str(folder))}"
     )
+
+
+def lines_of(listing: Path) -> list[str]:
+    """The lines of a list that came with a set."""
+    try:
+        return listing.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise damaged(listing, f"it is not UTF-8 text (byte {error.start})") from None
+
+
+def below(root: Path, name: str, listing: Path) -> Path:
+    """A file that a list names below a folder: lists come with the data, and data may be anybody's."""
+    # By the text alone: a set has many thousands of files, and each would be looked up folder by folder.
+    plain = os.path.normpath(name)
+    if os.path.isabs(plain) or plain.split(os.sep)[0] == os.pardir:
+        raise damaged(listing, f"'{name}' points out of {root}")
+    return root / plain
 
 
 def damaged(path: Path, problem: str) -> ConfigError:

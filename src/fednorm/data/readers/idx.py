@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
+import math
 import zlib
 from pathlib import Path
 
 import numpy as np
 
+from fednorm.data.bounds import unpacked
 from fednorm.data.image_set import ImageSet
 from fednorm.data.readers.forms import Form, damaged, plain_or_gz
 from fednorm.data.readers.packed import grey, labels, read_archive
@@ -31,20 +32,20 @@ FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3
 TRAIN_LABELS_MD5 = {"mnist": "a25bea736e30d166cdddb491f175f624", "fashion_mnist": "9018921c3c673c538a1fc5bad174d6f9"}
 
 
-def read_idx(path: Path) -> np.ndarray:
-    """One array from an idx file of unsigned bytes."""
+def read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """One array of so many dimensions from an idx file of unsigned bytes."""
     found = plain_or_gz(path)
     if found is None:
         raise ConfigError(f"{path} is missing; the other files of the set are there")
     try:
-        raw = gzip.decompress(found.read_bytes()) if found.suffix == ".gz" else found.read_bytes()
+        raw = unpacked(found) if found.suffix == ".gz" else found.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise damaged(found, str(error)) from error
-    if len(raw) < 8 or raw[:3] != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
-        raise damaged(found, "it does not begin like an idx file of bytes")
-    shape = np.frombuffer(raw, ">i4", raw[3], offset=4)
-    start = 4 + 4 * raw[3]
-    if len(raw) - start != int(np.prod(shape, dtype=np.int64)):
+    start = 4 + 4 * dimensions
+    if len(raw) < start or raw[:4] != bytes((0, 0, 8, dimensions)):
+        raise damaged(found, f"it does not begin like an idx file of bytes in {dimensions} dimensions")
+    shape = np.frombuffer(raw, ">i4", dimensions, offset=4).tolist()
+    if len(raw) - start != math.prod(shape) or min(shape) < 0:
         raise damaged(found, f"it announces {'x'.join(map(str, shape))} bytes and holds {len(raw) - start}")
     return np.frombuffer(bytearray(raw), np.uint8, offset=start).reshape(shape)
 
@@ -66,15 +67,15 @@ def grey_set(name: str, arrays: dict[str, np.ndarray]) -> ImageSet:
 
 
 def _read_files(name: str, root: Path) -> ImageSet:
-    train_y = read_idx(root / FILES[1])
+    train_y = read_idx(root / FILES[1], 1)
     md5 = hashlib.md5(b"\0\0\x08\x01" + len(train_y).to_bytes(4, "big") + train_y.tobytes(), usedforsecurity=False)
     other = {known: key for key, known in TRAIN_LABELS_MD5.items()}.get(md5.hexdigest(), name)
     if other != name:  # the two sets use the same file names
         raise ConfigError(
             f"{root} holds {other}, not {name}; give each set its own folder (MNIST/raw, FashionMNIST/raw)"
         )
-    arrays = {"x_train": read_idx(root / FILES[0]), "y_train": train_y}
-    return grey_set(name, arrays | {"x_test": read_idx(root / FILES[2]), "y_test": read_idx(root / FILES[3])})
+    arrays = {"x_train": read_idx(root / FILES[0], 3), "y_train": train_y}
+    return grey_set(name, arrays | {"x_test": read_idx(root / FILES[2], 3), "y_test": read_idx(root / FILES[3], 1)})
 
 
 def _forms(name: str, folder: str) -> tuple[Form, ...]:

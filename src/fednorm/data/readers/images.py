@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednorm.data.image_opening import BadImage, decoding, open_image, own_limit
 from fednorm.data.readers.forms import damaged
 from fednorm.errors import ConfigError, require
 
@@ -31,17 +32,17 @@ def class_folders(folder: Path) -> list[str]:
 
 def read_image(path: Path, size: tuple[int, int] | None, mode: str = "RGB") -> np.ndarray:
     """One image as (H, W[, C]) uint8; `size` is (height, width). Masks (mode L) are resized by nearest pixel."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image, decoding():
             ready = image if mode == "L" and image.mode in ("L", "P") else image.convert(mode)
             if size is not None and ready.size != (size[1], size[0]):
                 how = Image.Resampling.BILINEAR if mode == "RGB" else Image.Resampling.NEAREST
                 ready = ready.resize((size[1], size[0]), how)
             return np.array(ready)
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise damaged(path, f"not a readable image ({error})") from error
+    except BadImage as bad:
+        raise damaged(path, f"it {bad}") from None
 
 
 def read_images(paths: Sequence[Path], size: tuple[int, int] | None, mode: str = "RGB") -> Tensor:
@@ -49,7 +50,8 @@ def read_images(paths: Sequence[Path], size: tuple[int, int] | None, mode: str =
     require("PIL", "data", "reading image files")
     if not paths:
         raise ConfigError("no image files were found; check that the archive was unpacked completely")
-    shape = size or read_image(paths[0], None, mode).shape[:2]
+    with own_limit():
+        shape = size or read_image(paths[0], None, mode).shape[:2]
     colour = mode == "RGB"
     out = torch.empty((len(paths), 3, *shape) if colour else (len(paths), *shape), dtype=torch.uint8)
     target = out.numpy()
@@ -58,7 +60,7 @@ def read_images(paths: Sequence[Path], size: tuple[int, int] | None, mode: str =
         image = read_image(paths[index], (shape[0], shape[1]), mode)
         target[index] = image.transpose(2, 0, 1) if colour else image
 
-    with ThreadPoolExecutor(4) as pool:
+    with own_limit(), ThreadPoolExecutor(4) as pool:
         list(pool.map(fill, range(len(paths))))
     return out
 

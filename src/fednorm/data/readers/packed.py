@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import lzma
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,20 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednorm.data.bounds import unpacked
+from fednorm.data.image_opening import decoding, open_image
+from fednorm.data.members import check_members
 from fednorm.data.readers.forms import damaged
-from fednorm.errors import ConfigError, require
+from fednorm.errors import ConfigError, FednormError, first_line, require
 
 
 def read_archive(path: Path, *names: str) -> dict[str, np.ndarray]:
     """The named arrays (default: all) of a .npz or .npz.xz file; never unpickles."""
     try:
-        raw = io.BytesIO(lzma.decompress(path.read_bytes())) if path.suffix == ".xz" else path
-        with np.load(raw, allow_pickle=False) as archive:
-            return {name: archive[name] for name in names or archive.files}
+        content = io.BytesIO(unpacked(path)) if path.suffix == ".xz" else path
+        with zipfile.ZipFile(content) as archive:
+            check_members(archive, path, names or None)
+        if isinstance(content, io.BytesIO):
+            content.seek(0)
+        with np.load(content, allow_pickle=False) as stored:
+            return {name: stored[name] for name in names or stored.files}
+    except FednormError:
+        raise
     except KeyError as error:
         raise ConfigError(f"{path} is not the expected archive: {error.args[0]}") from error
-    except (lzma.LZMAError, zipfile.BadZipFile, ValueError, EOFError) as error:
-        raise damaged(path, str(error)) from error
+    except Exception as error:  # whatever zipfile and numpy make of damaged bytes
+        raise damaged(path, first_line(error)) from error
 
 
 def labels(array: np.ndarray) -> Tensor:
@@ -40,9 +48,7 @@ def grey(array: np.ndarray) -> Tensor:
 
 
 def _decode(piece: bytes, mode: str) -> np.ndarray:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(piece)) as image:
+    with open_image(io.BytesIO(piece)) as image, decoding():
         return np.asarray(image.convert(mode) if image.mode != mode and mode == "RGB" else image)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -21,12 +21,12 @@ from fednorm.engines.base import MOST_AWAITED, Awaited, stack_trees
 from fednorm.engines.stack.guard import NUM_MOVED, flaws_of_numbers, off_by_norms
 from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.kernels.tiles import power_of_2
-from fednorm.engines.stack.phase_program import FINE, NOT_FINITE, LogCopy, PhaseProgram, named, unnamed
+from fednorm.engines.stack.log_copy import LogCopy
+from fednorm.engines.stack.messages import Assignment, Member, Messages, message
+from fednorm.engines.stack.phase_program import FINE, NOT_FINITE, PhaseProgram, named, unnamed
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
-from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix
+from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix, aligned
 from fednorm.engines.stack.ways import Ways
-from fednorm.halves.exchange import Exchange
-from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.site import Sites
 
 AnyProgram = TypeVar("AnyProgram", bound=PhaseProgram)
@@ -34,27 +34,8 @@ DEVICES = {"cuda"}
 """Where rounds stay on the device; elsewhere there is little to gain."""
 _MOST_SHAPES = 8
 """A shape of work other than a phase's first gets a program when it comes often, and only the first few shapes do."""
-_AHEAD = 64
-"""Steps whose batches are drawn at once."""
 MOST_LOCAL_BYTES = 8 << 30
 """Clients' own states stay on the device up to this; beyond, they go the ordinary way through the run's store."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What the clients of one run do in an exchange, and the batches they go on with."""
-
-    exchange: Exchange
-    phase: PreparedPhase
-    firsts: Sequence[int]
-
-    @property
-    def clients(self) -> Sequence[int]:
-        return self.exchange.cohort
-
-    def num_steps(self, sites: Sites, client: int) -> int:
-        """Steps a client takes."""
-        return sites.num_steps(client, self.phase, self.exchange.shares.get(client, 1.0))
 
 
 class Work(NamedTuple):
@@ -123,36 +104,6 @@ class LateReports(Awaited):
         return iter(self.settle())
 
 
-class Upcoming:
-    """The batches of a run's next exchanges, drawn for several at once where everybody takes part in every round."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self._clients: Sequence[int] = ()
-        self._firsts: list[int] = []
-        self._table: list[torch.Tensor] = []
-
-    def take(self, task: Assignment, steps: int) -> list[torch.Tensor]:
-        """(rows, keys, draws) of a task's steps."""
-        at = task.firsts[0] - self._firsts[0] if self._firsts else 0
-        drawn = self._clients == task.clients and [first + at for first in self._firsts] == list(task.firsts)
-        if not drawn or not 0 <= at <= len(self._table[0]) - steps:
-            self._draw(task, steps)
-            at = 0
-        return [part[at : at + steps] for part in self._table]
-
-    def _draw(self, task: Assignment, steps: int) -> None:
-        batches = self._batches
-        ahead = _AHEAD if len(task.clients) == len(batches.pool.clients) else 1
-        each = [(batches.stream(client), first) for client, first in zip(task.clients, task.firsts, strict=True)]
-        total = max(steps, min(_AHEAD, steps * ahead))
-        if len(set().union(*(stream.sizes(first, total) for stream, first in each))) > 1:
-            total = steps
-        rows, keys = batches.span(task.clients, task.firsts, total)
-        self._clients, self._firsts = task.clients, list(task.firsts)
-        self._table = [rows, keys, batches.draws(keys, rows.shape[-1])]
-
-
 class DeviceStack:
     """The state of some runs on the device, and the programs that move it."""
 
@@ -177,14 +128,19 @@ class DeviceStack:
         self.holds_local = bool(self._local)
         self.num_clients = len(self.sites.batches.pool.rows)
         self._batches, self._offsets = _joined_pools(runs)
+        self._members = [
+            Member(run, sites.batches, self._offsets[run], run * self.num_clients) for run, sites in enumerate(runs)
+        ]
         self._programs: dict[Any, Any] = {}
         self._waiting: WeakValueDictionary[tuple[PhaseProgram, int, int], LateReports] = WeakValueDictionary()
         """reports by their slot and row in a program's log, as long as somebody may look at them"""
         self._remembered = [frozenset[str]() for _ in runs]
         self._asked: Counter[Work] = Counter()
-        self._upcoming = [Upcoming(sites.batches) for sites in runs]
-        self._state = named("server", self._layouts["server"].pack(stack_trees(servers)))
-        self._state |= named("initial", {name: flat.clone() for name, flat in unnamed("server", self._state).items()})
+        self._messages: WeakKeyDictionary[PhaseProgram, Messages] = WeakKeyDictionary()
+        first = self._layouts["server"].pack(stack_trees(servers))
+        self._state = {
+            name: aligned(flat) for prefix in ("server", "initial") for name, flat in named(prefix, first).items()
+        }
         self._state |= named("local", self._blank_clients())
 
     def _blank_clients(self) -> dict[str, torch.Tensor]:
@@ -276,19 +232,23 @@ class DeviceStack:
     def exchange(self, tasks: Mapping[int, Assignment], steps: int, size: int) -> dict[int, LateReports]:
         """One exchange of some runs, whose clients all take this many steps on batches of this size."""
         key, program = self._program(PhaseProgram, tasks, steps, size)
-        message = self._message(tasks, [self._upcoming[run].take(tasks[run], steps) for run in sorted(tasks)])
-        return self._play(key, program, message, tasks)
+        if program not in self._messages:
+            self._messages[program] = Messages()
+        runs = sorted(tasks)
+        members = [self._members[run] for run in runs]
+        flat = self._messages[program].next(program, members, [tasks[run] for run in runs])
+        return self._play(key, program, flat, tasks)
 
     def exchange_ragged(self, run: int, task: Assignment) -> dict[int, LateReports]:
         """One exchange of a run whose clients have unequal work."""
-        sites = self.runs[run]
-        work = [(c, first, task.num_steps(sites, c)) for c, first in zip(task.clients, task.firsts, strict=True)]
-        steps = power_of_2(max(count for *_, count in work))  # so that there are few numbers of steps
-        table = Table.of(sites.batches, work, steps)
+        member = self._members[run]
+        steps = power_of_2(max(task.counts))  # so that there are few numbers of steps
+        table = Table.of(member.batches, list(zip(task.clients, task.firsts, task.counts, strict=True)), steps)
         key, program = self._program(RaggedProgram, {run: task}, steps, table.rows.shape[-1])
         program.launches = table.launches()
-        message = self._message({run: task}, [[table.rows, table.keys, table.draws]])
-        return self._play(key, program, {**message, **table.message(program.launches)}, {run: task})
+        parts = message([member], [task], [(table.rows, table.keys, table.draws)])
+        flat = program.flat({**parts, **table.message(program.launches)})
+        return self._play(key, program, flat[0], {run: task})
 
     def _program(
         self, kind: type[AnyProgram], tasks: Mapping[int, Assignment], steps: int, size: int
@@ -306,14 +266,14 @@ class DeviceStack:
         return key, self._programs[key]
 
     def _play(
-        self, key: Any, program: PhaseProgram, message: Mapping[str, torch.Tensor], tasks: Mapping[int, Assignment]
+        self, key: Any, program: PhaseProgram, flat: torch.Tensor, tasks: Mapping[int, Assignment]
     ) -> dict[int, LateReports]:
         runs = sorted(tasks)
         for row in range(len(runs)):  # the slot in the log is taken again
             if late := self._waiting.get((program, program.turn % MOST_AWAITED, row)):
                 late.settle()
         try:
-            program.send(message)
+            program.send(flat)
             self._make_room(program)
             slot = program.play()
         except BaseException:
@@ -333,33 +293,6 @@ class DeviceStack:
             program.remembered = program.remembers()
             for key, value in program.remembered.items():
                 self._room_for(key, value[0])
-
-    def _message(
-        self, tasks: Mapping[int, Assignment], batches: Sequence[Sequence[torch.Tensor]]
-    ) -> dict[str, torch.Tensor]:
-        """What an exchange is sent; the batches of each run are (rows, keys, draws)."""
-        rows, keys, drawn, numbers = [], [], [], []
-        client_rows, sizes, last = [], [], []
-        for (run, task), (own_rows, own_keys, own_draws) in zip(sorted(tasks.items()), batches, strict=True):
-            own = self.runs[run].batches
-            rows.append(own_rows + self._offsets[run])
-            keys.append(own_keys)
-            drawn.append(own_draws)
-            row = torch.tensor(list(task.exchange.numbers.values()), dtype=torch.float64)
-            numbers.append(row.unsqueeze(1).expand(-1, len(task.clients)))
-            client_rows += [run * self.num_clients + max(client, 0) for client in task.clients]
-            sizes += [own.num_examples(client) for client in task.clients]
-            last += [own.per_epoch(client) for client in task.clients]
-        return {
-            "batch_rows": torch.cat(rows, 1),
-            "batch_keys": torch.cat(keys, 1),
-            "batch_draws": torch.cat(drawn, 1),
-            "numbers": torch.cat(numbers, 1).contiguous(),
-            "client_rows": torch.tensor(client_rows),
-            "num_examples": torch.tensor(sizes),
-            "last_epoch": torch.tensor(last),
-            "runs": torch.tensor(sorted(tasks)),
-        }
 
 
 def entries_with(sites: Sites, *policies: Policy) -> dict[str, Entry]:

@@ -22,8 +22,9 @@ from fednorm.engines.stack.attributes import unchanged
 from fednorm.engines.stack.gather import Gather
 from fednorm.engines.stack.guard import NUM_MOVED, moved_norms
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
+from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.program import Program, Rows
-from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned
+from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows
 from fednorm.engines.stack.ways import Way
 from fednorm.halves.guard import cannot_be_negative
 from fednorm.halves.merging import merge_stack
@@ -34,6 +35,8 @@ FINE, NOT_FINITE, NEGATIVE = 1.0, 0.0, -1.0
 """What the log says of a client's numbers."""
 _WORTH_A_LINE = 3.0
 """Seconds of making a program ready that are told; compiled kernels are kept on disk, so the next run is quicker."""
+_BATCHES = ("batch_rows", "batch_keys", "batch_draws")
+"""Parts of a message that are about batches, of which every exchange has its own."""
 MOST_IN_ONE = 2
 """Up to this many steps a round is one program; more would only make it long."""
 
@@ -58,22 +61,6 @@ def unnamed(prefix: str, state: Tree) -> Flats:
     """The entries that `named` gave this prefix."""
     start = f"{prefix}:"
     return {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
-
-
-class LogCopy:
-    """(slot, loss or measure or health, client of a run), copied to the host behind the work that is under way."""
-
-    def __init__(self, log: Tensor) -> None:
-        self._log = torch.empty(log.shape, dtype=log.dtype, pin_memory=log.is_cuda).copy_(log, non_blocking=True)
-        self._done = torch.cuda.Event() if log.is_cuda else None
-        if self._done:
-            self._done.record()
-
-    def read(self) -> Tensor:
-        """The log; waits for the work before the copy, not for later work."""
-        if self._done:
-            self._done.synchronize()
-        return self._log
 
 
 class PhaseProgram:
@@ -141,10 +128,30 @@ class PhaseProgram:
     def _state(self) -> Tree:
         return {**self._common, **self._message, **self._own}
 
-    def send(self, parts: Mapping[str, Tensor]) -> None:
+    @property
+    def message_size(self) -> int:
+        """How many numbers a message has."""
+        return len(self._inbox)
+
+    def flat(self, parts: Mapping[str, Tensor], count: int = 1) -> Tensor:
+        """Some messages as rows that `send` takes; parts without batches are the same in all of them."""
+        flat = torch.cat(
+            [
+                parts[name].view(torch.int64).reshape(count if name in _BATCHES else 1, own.numel()).expand(count, -1)
+                for name, own in self._message.items()
+            ],
+            1,
+        )
+        return flat.pin_memory() if self._inbox.is_cuda else flat
+
+    def part(self, flat: Tensor, name: str) -> Tensor:
+        """One part of messages that `flat` made."""
+        first = self._message[name].storage_offset()
+        return flat[:, first : first + self._message[name].numel()]
+
+    def send(self, message: Tensor) -> None:
         """Write the message of the next exchange, behind the work that is still under way."""
-        flat = torch.cat([parts[name].view(torch.int64).flatten() for name in self._message])
-        self._inbox.copy_(flat.pin_memory() if self._inbox.is_cuda else flat, non_blocking=True)
+        self._inbox.copy_(message, non_blocking=True)
 
     def play(self) -> int:
         """Start, all local steps, merge; nothing here waits for the device. Returns where the reports will be."""
@@ -204,16 +211,16 @@ class PhaseProgram:
         """What the clients start from: the server's entries, their own, or fresh ones, as the policies say."""
         used = {self._source(key) for key in self.schema}
         rows = {
-            Source.SERVER: self._of_runs("server", state) if Source.SERVER in used else {},
+            Source.SERVER: self._for_clients("server", state) if Source.SERVER in used else {},
             Source.OWN: self._of_clients(state) if Source.OWN in used else {},
-            Source.INITIAL: self._of_runs("initial", state) if Source.INITIAL in used else {},
+            Source.INITIAL: self._for_clients("initial", state) if Source.INITIAL in used else {},
         }
 
         def join(keys: list[str]) -> Tensor:
             parts: list[Tensor] = []
             for source, found in rows.items():
                 if group := [found[key] for key in keys if self._source(key) is source]:
-                    parts.append(self._for_each_client(torch.cat(group, 1)))
+                    parts.append(torch.cat(group, 1).expand(self.rows, -1))
             if blank := [self.schema[key][0] for key in keys if self._source(key) is Source.ZEROS]:
                 width = sum(entry.size for entry in blank)
                 parts.append(torch.zeros(self.rows, width, dtype=blank[0].dtype, device=self.sites.device))
@@ -236,11 +243,14 @@ class PhaseProgram:
         flats = {name: flat.index_select(0, state["client_rows"]) for name, flat in unnamed("local", state).items()}
         return self._layouts["local"].rows(flats)
 
-    def _for_each_client(self, rows: Tensor) -> Tensor:
-        """Rows of runs as rows of their clients; rows of clients as they are."""
-        if len(rows) == self.rows:
-            return rows
-        return rows.unsqueeze(1).expand(self.runs, self.clients, -1).reshape(self.rows, -1)
+    def _for_clients(self, prefix: str, state: Tree) -> Tree:
+        """The same with a row for each client; of a single run its one row, which serves them all."""
+        if self.runs == 1:
+            return self._of_runs(prefix, state)
+        # Rows that begin at any address would cost every kernel that reads them its wide words.
+        own = state["runs"].unsqueeze(1).expand(-1, self.clients).reshape(-1)
+        flats = {name: aligned_rows(flat, own) for name, flat in unnamed(prefix, state).items()}
+        return self._layouts["server"].rows(flats)
 
     def _start(self, state: Tree) -> tuple[Tree, Rows]:
         new: Tree = {"step": torch.zeros_like(state["step"])}
@@ -250,7 +260,7 @@ class PhaseProgram:
 
     def _step(self, state: Tree) -> tuple[Tree, Rows]:
         at = state["step"]
-        batch = {name: state[name].index_select(0, at)[0] for name in ("batch_rows", "batch_keys", "batch_draws")}
+        batch = {name: state[name].index_select(0, at)[0] for name in _BATCHES}
         new, loss = self._moved(state, batch, state["numbers"], self._anchor(state))
         return {"step": at + 1, **new}, {"losses": (at, loss.unsqueeze(0))}
 

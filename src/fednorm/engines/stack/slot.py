@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fednorm.core.phases import PhaseId
 from fednorm.core.state import Policy, Tree
 from fednorm.data.batches import UNION
 from fednorm.engines.base import ClientStates, Order, Played, attempt
@@ -15,14 +16,15 @@ from fednorm.engines.stack.attributes import ChangesItself
 from fednorm.engines.stack.device_stack import (
     DEVICES,
     MOST_LOCAL_BYTES,
-    Assignment,
     DeviceStack,
     LateReports,
     Work,
     entries_with,
 )
+from fednorm.engines.stack.messages import Assignment
 from fednorm.engines.stack.phase_program import NotAProgram
 from fednorm.errors import FednormError
+from fednorm.halves.exchange import Exchange
 from fednorm.halves.mine import ClientState
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.site import Sites
@@ -37,6 +39,18 @@ class BatchKey(NamedTuple):
     """clients with unequal work do not share a stack with those of other runs"""
 
 
+@dataclass(frozen=True)
+class Usual:
+    """What follows from a phase and who takes part in it, whatever batches they go on with."""
+
+    clients: Sequence[int]
+    shares: Mapping[int, float]
+    counts: Sequence[int]
+    """how many steps each takes"""
+    work: Work | None
+    """its shape, where no batch of any client is smaller than others"""
+
+
 @dataclass
 class StackSlot:
     """Run number `run` of a device stack: where its server's state lies, and the newest state of some clients."""
@@ -48,6 +62,7 @@ class StackSlot:
     _here: set[int] = field(default_factory=set)
     """clients whose state on the device is their newest"""
     _kept: dict[int, set[str]] = field(default_factory=dict)
+    _usual: dict[PhaseId, Usual] = field(default_factory=dict)
 
     @property
     def sites(self) -> Sites:
@@ -83,10 +98,25 @@ class StackSlot:
         """What an order means for the clients: the batches they go on with."""
         cohort, phase = order.exchange.cohort, order.exchange.phase
         used = {client: self.away[client] for client in cohort if client in self.away}
-        rest = order.states.get_many([client for client in cohort if client not in used])
-        used |= {client: state.steps for client, state in rest.items()}
+        if len(used) < len(cohort):
+            rest = order.states.get_many([client for client in cohort if client not in used])
+            used |= {client: state.steps for client, state in rest.items()}
         firsts = [self.sites.first_batch(phase, client, used[client]) for client in cohort]
-        return Assignment(order.exchange, phase, firsts)
+        return Assignment(order.exchange, phase, firsts, self._usual_of(order.exchange).counts)
+
+    def _usual_of(self, exchange: Exchange) -> Usual:
+        """What is the same in every exchange of a phase with the same clients, worked out once for the last of them."""
+        phase, cohort, shares = exchange.phase, exchange.cohort, exchange.shares
+        usual = self._usual.get(phase.id)
+        if usual is None or usual.clients != cohort or usual.shares != shares:
+            sites = self.sites
+            counts = [sites.num_steps(client, phase, shares.get(client, 1.0)) for client in cohort]
+            streams = [sites.batches.stream(client) for client in cohort]
+            sizes = {stream.batch_size for stream in streams if stream.all_full} if len(set(counts)) == 1 else set()
+            alike = len(sizes) == 1 and all(stream.all_full for stream in streams)
+            work = Work(phase.id, len(cohort), counts[0], sizes.pop()) if alike else None
+            usual = self._usual[phase.id] = Usual(cohort, shares, counts, work)
+        return usual
 
     def batch_key(self, task: Assignment) -> BatchKey | None:
         """What tasks must have in common to be one exchange; None for one that cannot be played on the device."""
@@ -99,11 +129,13 @@ class StackSlot:
 
     def _work(self, task: Assignment) -> Work:
         """The shape of a task; its work is equal where all take equally many steps, on batches of one size."""
-        sites = self.sites
-        counts = {task.num_steps(sites, client) for client in task.clients}
+        known = self._usual_of(task.exchange).work
+        if known:
+            return known
+        counts = set(task.counts)
         steps = counts.pop()
         each = () if counts else zip(task.clients, task.firsts, strict=True)
-        sizes = set[int]().union(*(sites.batches.stream(client).sizes(first, steps) for client, first in each))
+        sizes = set[int]().union(*(self.sites.batches.stream(client).sizes(first, steps) for client, first in each))
         equal = len(sizes) == 1
         return Work(task.phase.id, len(task.clients), steps if equal else None, sizes.pop() if equal else 0)
 
@@ -124,9 +156,9 @@ class StackSlot:
         kept, consumes = task.phase.kept, task.phase.phase.consumes_batches
         if not task.exchange.keeps or not (kept or consumes):
             return
-        for client, first in zip(task.clients, task.firsts, strict=True):
-            used = first + task.num_steps(self.sites, client)
-            self.away[client] = used if consumes else self.away.get(client, first)
+        for client, first, count in zip(task.clients, task.firsts, task.counts, strict=True):
+            self.away[client] = first + count if consumes else self.away.get(client, first)
+        for client in task.clients if kept else ():
             self._kept.setdefault(client, set()).update(kept)
 
     def bring_home(self, states: ClientStates) -> None:
@@ -137,7 +169,7 @@ class StackSlot:
         before = states.get_many(clients)
         trees = self.stack.clients(self.run, clients) if any(self._kept.values()) else [{}] * len(clients)
         for client, tree in zip(clients, trees, strict=True):
-            kept = {key: tree[key] for key in self._kept[client]}
+            kept = {key: tree[key] for key in self._kept.get(client, ())}
             states.put(client, ClientState(self.away[client], {**before[client].tree, **kept}))
         self.away.clear()
         self._kept.clear()

@@ -1,0 +1,203 @@
+"""`fednorm reproduce`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fednorm.cli.flags import Json, Quiet, option
+from fednorm.cli.output import Stopped, print_json, print_table, say
+from fednorm.cli.settings import read_seeds
+from fednorm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fednorm.studies.measured import Measured
+    from fednorm.studies.playing import Place, Watched
+    from fednorm.studies.study import Study
+
+_WHAT, _WHERE, _OUTPUT = "What to play", "Where", "Output"
+
+Id = Annotated[str | None, typer.Argument(metavar="[ID]", help="experiment, such as fixbn.norms; --list names all")]
+List = Annotated[bool, option("--list", help="list all experiments and how far each is", panel=_OUTPUT)]
+Quick = Annotated[
+    bool, option("--quick", help="a small budget on embedded data, in minutes; not the paper's setting", panel=_WHAT)
+]
+Seeds = Annotated[
+    str | None, option("--seeds", metavar="LIST", help="such as 0,1,2; default: the recipe's", panel=_WHAT)
+]
+Methods = Annotated[
+    str | None, option("--methods", metavar="LIST", help="some of its methods, such as fedavg_bn,fixbn", panel=_WHAT)
+]
+Variants = Annotated[bool, option("--variants", help="also other readings of the paper", panel=_WHAT)]
+Show = Annotated[bool, option("--show", help="play nothing, print what is there", panel=_WHAT)]
+Next = Annotated[bool, option("--next", help="play what is missing, study after study", panel=_WHAT)]
+Minutes = Annotated[
+    float, option("--minutes", metavar="X", help="with --next: begin only what should end in time", panel=_WHAT)
+]
+Results = Annotated[
+    Path, option("--results", metavar="DIR", help="folder of the results, one file a run and seed", panel=_WHERE)
+]
+Work = Annotated[Path, option("--work", metavar="DIR", help="folder of the runs that are played", panel=_WHERE)]
+DataDir = Annotated[
+    str | None, option("--data-dir", metavar="DIR", help="folder with data sets, else FEDNORM_DATA", panel=_WHERE)
+]
+Device = Annotated[str, option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:1", panel=_WHERE)]
+Precision = Annotated[
+    str | None,
+    option("--precision", metavar="NAME", help="fp32, tf32, bf16; default: bf16 on a GPU, else fp32", panel=_WHERE),
+]
+
+
+def reproduce(
+    id: Id = None,
+    listing: List = False,
+    quick: Quick = False,
+    seeds: Seeds = None,
+    methods: Methods = None,
+    variants: Variants = False,
+    show: Show = False,
+    queue: Next = False,
+    minutes: Minutes = 25.0,
+    results: Results = Path("studies/results"),
+    work: Work = Path("runs/reproduce"),
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    precision: Precision = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Play a paper's experiment and print its numbers beside ours."""
+    if sum((id is not None, listing, queue)) != 1:
+        raise ConfigError("give one of: an experiment such as fixbn.norms, --list, or --next")
+    if precision not in (None, "fp32", "tf32", "bf16"):
+        raise ConfigError(f"--precision {precision} is not known; give fp32, tf32 or bf16")
+    if not 0 < minutes < 1e6:
+        raise ConfigError(f"--minutes {minutes} is out of range; give a number above 0")
+    from fednorm.studies.library import Library
+    from fednorm.studies.playing import Place
+
+    # What a quick run gives must never be taken for a result.
+    place = Place(Library(work / "quick-results" if quick else results), work, device, precision, data_dir)
+    if listing:
+        _print_list(place, json)
+    elif queue:
+        _play_next(place, minutes, quiet, json)
+    else:
+        from fednorm.studies.measured import measured
+        from fednorm.studies.study import find_study
+
+        study = find_study(str(id))
+        chosen = read_seeds(seeds, 0) if seeds else (0,) if quick else study.recipe.seeds
+        named = methods.replace(" ", "").split(",") if methods else []
+        cells = study.cells(quick=quick, methods=named, variants=variants)
+        if not show:
+            from fednorm.studies.playing import play_runs, wanted_runs
+
+            runs = [run for run in wanted_runs(cells, chosen) if not place.has(*run)]
+            _warn_of_time(study, place, runs, quick)
+            with _stops():
+                play_runs(runs, place, _watched(quiet, json))
+        _print_study(study, measured(cells, place.library, chosen), quick, json)
+
+
+def _print_list(place: Place, json: bool) -> None:
+    from fednorm.data.verify import describe_dataset
+    from fednorm.studies.queue import standing
+    from fednorm.studies.study import all_studies
+
+    found = [standing(study, place.library) for study in all_studies()]
+    here = {name: describe_dataset(name, place.data_dir)["here"] for name in {_data(each.study) for each in found}}
+    rows = [
+        {
+            "id": each.study.id,
+            "state": each.state,
+            "cells": each.cells,
+            "cells_done": each.done,
+            "where": each.study.experiment.where,
+            "about": each.study.recipe.about,
+            "data": _data(each.study),
+            "data_here": here[_data(each.study)],
+        }
+        for each in found
+    ]
+    if json:
+        print_json(rows)
+        return
+    print_table(
+        ["experiment", "state", "cells", "data", "what it asks"],
+        [
+            [
+                row["id"],
+                row["state"],
+                f"{row['cells_done']}/{row['cells']}",
+                row["data"] + ("" if row["data_here"] else " (not here)"),
+                row["about"],
+            ]
+            for row in rows
+        ],
+        numbers=["cells"],
+        spare=["data"],
+    )
+    print()
+    say("in the order in which `fednorm reproduce --next` plays them; `fednorm reproduce ID --quick` needs no data")
+
+
+def _data(study: Study) -> str:
+    return study.cells()[0].config.data.name
+
+
+def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
+    from fednorm.studies.queue import play_next
+    from fednorm.studies.study import all_studies
+
+    with _stops():
+        played = play_next(all_studies(), place, minutes, _watched(quiet, json), lambda text: print(text, flush=True))
+    print(f"{played} runs played; results in {place.library.folder}")
+
+
+def _warn_of_time(study: Study, place: Place, runs: list[Any], quick: bool) -> None:
+    """Say so where a GPU's work is about to be done without one."""
+    if runs and not place.on_gpu and not quick:
+        from fednorm.studies.estimate import seconds_of
+
+        hours = sum(seconds_of(config, 1, on_gpu=False) for config, _ in runs) / 3600
+        text = f"{study.id}: {len(runs)} runs, about {hours:,.0f} hours without a GPU; a small version: --quick"
+        print(text, file=sys.stderr)
+
+
+def _watched(quiet: bool, json: bool) -> Watched:
+    """Progress of runs."""
+    from fednorm.running.observers import watching
+
+    stream = None if quiet else sys.stderr if json else sys.stdout
+    return lambda cells: watching(cells[0].config.rounds, stream=stream, runs=len(cells))
+
+
+@contextmanager
+def _stops() -> Iterator[None]:
+    """A word on how to go on after a signal."""
+    from fednorm.running.stopping import Interrupted
+
+    try:
+        yield
+    except Interrupted as stop:
+        raise Stopped("stopped; the same command goes on from here", stop.exit_code) from None
+
+
+def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: bool) -> None:
+    from fednorm.studies.beside import COLUMNS, NUMBERS, sentences, table_rows, to_json
+
+    if json:
+        print_json(to_json(study, results, quick))
+        return
+    say(f"{study.id}: {study.recipe.about}", indent="")
+    print()
+    print_table(COLUMNS, table_rows(results, quick), numbers=NUMBERS, spare=["seeds", "best round"])
+    print()
+    for text in sentences(study, results, quick):
+        say(text)

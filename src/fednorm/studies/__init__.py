@@ -1,0 +1,1 @@
+"""The papers' experiments: what was published, how each is played here, and both side by side."""

@@ -1,0 +1,146 @@
+"""The table of a study: the paper's numbers, ours, and what is to be said of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fednorm.running.results import Spread
+from fednorm.studies.library import Record
+from fednorm.studies.measured import Measured, Ranking, curve_of, final_of, ranking
+from fednorm.studies.published import PublishedCell, method_label
+from fednorm.studies.study import Study
+
+COLUMNS = ("method", "setting", "paper", "ours", "difference", "best round", "seeds")
+NUMBERS = ("paper", "ours", "difference", "best round", "seeds")
+_SHOWN = 3
+"""Pairs that are named where methods rank otherwise; `--json` has all."""
+QUICK = "quick run: a small budget on embedded data, not the paper's setting"
+PEAK = "best round: chosen on test data, for comparison with papers that may have done so; never a result of its own"
+
+
+def table_rows(results: Sequence[Measured], quick: bool) -> list[list[str]]:
+    """One row a cell; a quick run is not set against the paper."""
+    return [
+        [
+            f"{each.cell.method}" + (f" [{each.cell.variant}]" if each.cell.variant else ""),
+            setting_text(each.cell.setting),
+            published_text(each.cell.published),
+            _text(each.ours),
+            "-" if quick or each.difference is None else f"{each.difference:+.1f}",
+            _text(each.peak),
+            str(len(each.records)),
+        ]
+        for each in results
+    ]
+
+
+def published_text(cell: PublishedCell | None) -> str:
+    """A published number with its spread.
+
+    >>> published_text(PublishedCell("fixbn", {}, 76.56, 0.66)), published_text(None)
+    ('76.6 ± 0.7', '-')
+    """
+    if cell is None:
+        return "-"
+    return f"{cell.mean:.1f}" + ("" if cell.std is None else f" ± {cell.std:.1f}")
+
+
+def setting_text(setting: Mapping[str, Any]) -> str:
+    """A setting in a line.
+
+    >>> setting_text({"domain": "mnist", "fraction": 0.1}), setting_text({})
+    ('domain mnist, fraction 0.1', '')
+    """
+    return ", ".join(f"{key} {value}" for key, value in setting.items())
+
+
+def sentences(study: Study, results: Sequence[Measured], quick: bool) -> Iterator[str]:
+    """What is to be said below the table."""
+    if quick:
+        yield QUICK
+    yield ranking_text(ranking(results))
+    missing = sum(not each.records for each in results)
+    if missing:
+        yield f"{missing} of {len(results)} cells have no run yet"
+    if any(each.peak for each in results):
+        yield PEAK
+    ran = sorted({f"{record.device}, {record.precision}" for each in results for record in each.records})
+    if ran:
+        yield f"ours: after the last round, on {'; '.join(ran)}"
+    for each in results:
+        for other in each.others:
+            yield precision_text(each, other)
+    yield f"paper: {study.experiment.where}"
+    for note in study.experiment.notes:
+        yield f"note: {note}"
+    if study.experiment.inferred:
+        yield f"not stated in the paper: {'; '.join(study.experiment.inferred)}"
+
+
+def precision_text(shown: Measured, other: Record) -> str:
+    """The same seed in two precisions, in a line."""
+    same = [record for record in shown.records if record.seed == other.seed]
+    pair = [f"{record.precision} {final_of(record, shown.cell):.1f}" for record in (*same, other)]
+    setting = setting_text(shown.cell.setting)
+    return f"{shown.cell.method}{', ' if setting else ''}{setting}, seed {other.seed}: {', '.join(pair)}"
+
+
+def ranking_text(found: Ranking) -> str:
+    """Whether the order of methods is the paper's, in a line.
+
+    >>> ranking_text(Ranking(3, ())), ranking_text(Ranking(0, ()))
+    ('order of methods: as in the paper (3 of 3 pairs)', 'order of methods: no pair to compare')
+    """
+    if not found.pairs:
+        return "order of methods: no pair to compare"
+    if not found.differ:
+        return f"order of methods: as in the paper ({found.agree} of {found.pairs} pairs)"
+    shown = "; ".join(found.differ[:_SHOWN])
+    more = f"; and {len(found.differ) - _SHOWN} more" if len(found.differ) > _SHOWN else ""
+    return f"order of methods: {found.agree} of {found.pairs} pairs as in the paper; {shown}{more}"
+
+
+def to_json(study: Study, results: Sequence[Measured], quick: bool) -> dict[str, Any]:
+    """The table as JSON values, with every seed."""
+    found = ranking(results)
+    return {
+        "id": study.id,
+        "where": study.experiment.where,
+        "quick": quick,
+        "cells": [_cell_json(each) for each in results],
+        "ranking": {"agree": found.agree, "pairs": found.pairs, "differ": list(found.differ)},
+        "notes": list(sentences(study, results, quick)),
+    }
+
+
+def _cell_json(each: Measured) -> dict[str, Any]:
+    cell, ours, peak = each.cell, each.ours, each.peak
+    return {
+        "method": cell.method,
+        "label": method_label(cell.method),
+        "expression": cell.config.method,
+        "setting": dict(cell.setting),
+        "variant": cell.variant,
+        "paper": None if cell.published is None else {"mean": cell.published.mean, "std": cell.published.std},
+        "ours": None if ours is None else {"mean": ours.mean, "std": ours.std, "n": ours.count},
+        "difference": each.difference,
+        "chosen_on_test": None if peak is None else {"mean": peak.mean, "std": peak.std, "n": peak.count},
+        "runs": [
+            {
+                "seed": record.seed,
+                "final": final_of(record, cell),
+                "curve": {"round": record.run["curves"]["round"], "score": curve_of(record, cell)},
+                "seconds": record.run["seconds"],
+                "device": record.device,
+                "precision": record.precision,
+                "commit": record.environment.get("commit"),
+                "command": record.environment.get("command"),
+            }
+            for record in each.records
+        ],
+    }
+
+
+def _text(value: Spread | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,89 @@
+"""The picture of a study, drawn from its results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from fednorm.errors import ConfigError, require
+from fednorm.files import disk_errors
+from fednorm.studies.measured import Measured
+from fednorm.studies.panels import KINDS, Axes, Panel
+from fednorm.studies.study import Study
+
+QUICK = "quick run: not the paper's setting"
+_COLUMNS = 5
+_WIDTH, _HEIGHT = 3.3, 2.7
+"""Inches of a panel."""
+_TOP = 0.9
+"""Inches for titles and legend."""
+
+
+def draw(study: Study, results: Sequence[Measured], path: str | Path, *, quick: bool = False) -> Path:
+    """Draw what the recipe's figure asks for, of the main reading and of the cells that have a run."""
+    require("matplotlib", "report", "a picture of a study")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = panel_rows(study, results)
+    wide = max(map(_columns, rows))
+    tall = [math.ceil(len(panels) / wide) for panels in rows]
+    figure = Figure(figsize=(_WIDTH * max(wide, 2), _HEIGHT * sum(tall) + _TOP), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    unit = _unit(results)
+    parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=tall)[:, 0]
+    for part, panels, lines in zip(parts, rows, tall, strict=True):
+        grid = part.subplots(lines, wide, squeeze=False).reshape(-1)
+        for number, (axis, panel) in enumerate(zip(grid, panels, strict=False)):
+            panel.fill(axis)
+            _finish(axis, panel)
+            if panel.scores and number % wide == 0:
+                axis.set_ylabel(unit)
+        for axis in grid[len(panels) :]:
+            axis.set_visible(False)
+    title = f"{study.id}: {study.recipe.about}"
+    figure.suptitle(f"{QUICK}\n{title}" if quick else title, fontsize=10, wrap=True)
+    labels = {
+        label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    if labels:
+        place = "outside lower center"
+        figure.legend(list(labels.values()), list(labels), loc=place, ncols=2 * max(wide, 2), frameon=False, fontsize=8)
+    path = Path(path)
+    with disk_errors(path):
+        # The name of matplotlib's version would make the file differ from one machine to the next.
+        figure.savefig(path, metadata={"Software": None})
+    return path
+
+
+def panel_rows(study: Study, results: Sequence[Measured]) -> list[list[Panel]]:
+    """The panels of every kind that the recipe names and for which there are results."""
+    kinds = study.recipe.figure.get("kind", "bars")
+    played = [each for each in results if each.records and not each.cell.variant]
+    if not played:
+        raise ConfigError(f"{study.id} has no run yet to draw; play it with: fednorm reproduce {study.id}")
+    rows = [KINDS[kind](study, played) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+    if not any(rows):
+        raise ConfigError(f"{study.id} has too few runs yet to draw; play more with: fednorm reproduce {study.id}")
+    return [panels for panels in rows if panels]
+
+
+def _columns(panels: Sequence[Panel]) -> int:
+    """Columns that leave the last line as full as can be."""
+    return math.ceil(len(panels) / math.ceil(len(panels) / _COLUMNS))
+
+
+def _unit(results: Sequence[Measured]) -> str:
+    run = next(record.run for each in results for record in each.records)
+    return f"{run['metric']} (%)" if run.get("percent", True) else run["metric"]
+
+
+def _finish(axis: Axes, panel: Panel) -> None:
+    axis.set_title(panel.title, fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    if not axis.images:
+        axis.grid(axis="y", color="0.9", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.margins(x=0.02)

@@ -1,0 +1,130 @@
+"""Results of runs, one JSON file each, found by what was run: studies that need the same run share it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fednorm.errors import CheckpointError
+from fednorm.files import disk_errors, read_json, safe_name, write_json
+from fednorm.running.config import RunConfig, flat, to_dict
+from fednorm.running.records import RoundRow, RunResult, as_it_was, as_written
+
+VERSION = 1
+PRECISIONS = ("fp32", "tf32", "bf16")
+"""The most exact first."""
+_ELSEWHERE = ("seed", "data.dir", "data.digest", "eval.chunk", "keep", "keep_every", "use", "init_partial")
+"""Fields that do not say what is computed."""
+
+
+def key_of(config: RunConfig) -> str:
+    """A digest of what a run computes, whatever its seed, its engine and its folders.
+
+    Only fields that differ from their defaults count, so that a new field with a default keeps all results valid.
+    """
+    defaults = flat(RunConfig())
+    told = {
+        name: value
+        for name, value in flat(config).items()
+        if value != defaults[name] and name not in _ELSEWHERE and not name.startswith("engine.")
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run with one seed, as its file holds it."""
+
+    key: str
+    config: Mapping[str, Any]
+    run: RunResult
+    train_loss: Mapping[str, list[float]]
+    """`round` and `loss`: the mean training loss of the rounds that were scored"""
+    probes: Sequence[Mapping[str, Any]]
+    """what probes saw, of rounds that were scored: `round` and `probes`, as in a row"""
+    client_domains: Sequence[str]
+    """name of each client's domain; empty where data have none"""
+    environment: Mapping[str, Any]
+    """versions, commit, hardware, command"""
+
+    @property
+    def seed(self) -> int:
+        return self.run["seed"]
+
+    @property
+    def precision(self) -> str:
+        return self.run.get("ran", {}).get("precision", "fp32")
+
+    @property
+    def device(self) -> str:
+        return self.run.get("ran", {}).get("device_name", "unknown")
+
+    @property
+    def file_name(self) -> str:
+        told = f"{self.config['data']['name']}-{self.config['model']}-{self.run['method']}"
+        return f"{safe_name(told)}-{self.key}-seed{self.seed}-{self.precision}.json"
+
+
+class Library:
+    """A folder of records."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._found: dict[tuple[str, int], list[Record]] | None = None
+
+    def records(self, config: RunConfig) -> list[Record]:
+        """Every record of a run, seed by seed, the most exact first."""
+        key = key_of(config)
+        found = [record for (each, _), records in self._all().items() if each == key for record in records]
+        return sorted(found, key=lambda record: (record.seed, PRECISIONS.index(record.precision)))
+
+    def has(self, config: RunConfig, seed: int, precision: str | None = None) -> bool:
+        """Whether a run is there, in one precision or in any."""
+        found = self._all().get((key_of(config), seed), [])
+        return any(precision in (None, record.precision) for record in found)
+
+    def save(self, record: Record) -> Path:
+        """Write a record whole or not at all."""
+        known = self._all().setdefault((record.key, record.seed), [])
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / record.file_name
+        write_json(path, {"version": VERSION, **as_written(vars(record))}, indent=1)
+        known[:] = [*(each for each in known if each.precision != record.precision), record]
+        return path
+
+    def _all(self) -> dict[tuple[str, int], list[Record]]:
+        if self._found is None:
+            self._found = {}
+            for record in self._read():
+                self._found.setdefault((record.key, record.seed), []).append(record)
+        return self._found
+
+    def _read(self) -> Iterator[Record]:
+        for path in sorted(self.folder.glob("*.json")):
+            stored = read_json(path)
+            try:
+                if stored["version"] != VERSION:
+                    raise ValueError(f"version {stored['version']}, this fednorm reads {VERSION}")
+                del stored["version"]
+                yield Record(**as_it_was(stored))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"'{path}' is no result of a study ({error}); move it elsewhere") from None
+
+
+def make_record(
+    config: RunConfig,
+    run: RunResult,
+    rows: Iterable[RoundRow],
+    client_domains: Sequence[str],
+    environment: Mapping[str, Any],
+) -> Record:
+    """What is kept of a run that was played to its end: of its rounds, those that were scored."""
+    scored = [row for row in rows if "eval" in row]
+    losses = {"round": [row["round"] for row in scored], "loss": [row["train_loss"] for row in scored]}
+    probes = [{"round": row["round"], "probes": row["probes"]} for row in scored if "probes" in row]
+    return Record(key_of(config), to_dict(config), run, losses, probes, client_domains, environment)

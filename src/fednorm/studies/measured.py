@@ -1,0 +1,115 @@
+"""What came out of a study: its cells with the numbers of their runs, and how methods rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fednorm.running.records import score_of
+from fednorm.running.results import Spread, spread
+from fednorm.studies.library import PRECISIONS, Library, Record
+from fednorm.studies.study import StudyCell
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell with the runs it is read off: one a seed, all of one precision."""
+
+    cell: StudyCell
+    records: tuple[Record, ...]
+    others: tuple[Record, ...] = ()
+    """runs of the same seeds in another precision"""
+
+    @property
+    def ours(self) -> Spread | None:
+        """The score after the last round over the seeds; None where no run is there yet."""
+        return spread(final_of(record, self.cell) for record in self.records) if self.records else None
+
+    @property
+    def peak(self) -> Spread | None:
+        """The best round of each seed, which was chosen on test data; None for a single domain."""
+        if not self.records or self.cell.selected not in (None, "average"):
+            return None
+        return spread(max(curve_of(record, self.cell)) for record in self.records)
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's."""
+        ours, published = self.ours, self.cell.published
+        return None if ours is None or published is None else ours.mean - published.mean
+
+
+def measured(cells: Sequence[StudyCell], library: Library, seeds: Sequence[int] = ()) -> list[Measured]:
+    """Cells with what the library has of them: the precision with most seeds, of several the most exact."""
+    return [_measured(cell, library.records(cell.config), seeds) for cell in cells]
+
+
+def _measured(cell: StudyCell, records: Sequence[Record], seeds: Sequence[int]) -> Measured:
+    asked = [record for record in records if not seeds or record.seed in seeds]
+    by_precision = [tuple(record for record in asked if record.precision == name) for name in PRECISIONS]
+    shown = max(by_precision, key=len)
+    return Measured(cell, shown, tuple(record for record in asked if record not in shown))
+
+
+def final_of(record: Record, cell: StudyCell) -> float:
+    """The number of a cell after the last round."""
+    scores: Mapping[str, Any] = cast("Mapping[str, Any]", record.run["final"])[cell.score.protocol]
+    if cell.selected in (None, "average"):
+        return score_of(record.run["final"], cell.score.protocol, record.run["metric"])
+    if "per_domain" in scores:
+        return scores["per_domain"][cell.selected]
+    of_domain = [
+        scores["per_client"][str(client)]
+        for client, domain in enumerate(record.client_domains)
+        if domain == cell.selected and str(client) in scores["per_client"]
+    ]
+    return sum(of_domain) / len(of_domain)
+
+
+def curve_of(record: Record, cell: StudyCell) -> list[float]:
+    """The score by round, over all domains; `record.run["curves"]["round"]` has the rounds."""
+    return cast("Mapping[str, list[float]]", record.run["curves"])[cell.score.protocol]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Whether our methods rank as the paper's do, over the pairs that the paper tells apart."""
+
+    agree: int
+    differ: tuple[str, ...]
+    """pairs that rank otherwise, as text"""
+
+    @property
+    def pairs(self) -> int:
+        return self.agree + len(self.differ)
+
+
+def ranking(results: Sequence[Measured]) -> Ranking:
+    """Compare every pair of methods under the same setting.
+
+    A paper tells two methods apart where their means differ by more than their spreads together. Of ours the means
+    count, and a tie is a difference.
+    """
+    agree, differ = 0, list[str]()
+    for a, b in itertools.combinations(results, 2):
+        told, other = a.cell.published, b.cell.published
+        if not told or not other or a.cell.method == b.cell.method or not _same_setting(a.cell, b.cell):
+            continue
+        gap, ours, theirs = told.mean - other.mean, a.ours, b.ours
+        if ours is None or theirs is None or abs(gap) <= (told.std or 0.0) + (other.std or 0.0):
+            continue
+        if gap * (ours.mean - theirs.mean) > 0:
+            agree += 1
+        else:
+            better, worse = (a, b) if gap > 0 else (b, a)
+            setting = "".join(f", {key} {value}" for key, value in a.cell.setting.items())
+            differ.append(f"{better.cell.method} is above {worse.cell.method} in the paper and not here{setting}")
+    return Ranking(agree, tuple(differ))
+
+
+def _same_setting(a: StudyCell, b: StudyCell) -> bool:
+    """Whether two cells differ in their methods alone."""
+    rest = [{key: value for key, value in cell.setting.items() if key not in cell.describing} for cell in (a, b)]
+    return a.variant == b.variant and rest[0] == rest[1]

@@ -1,0 +1,245 @@
+"""What the pictures of studies consist of: panels of curves, bars, heat maps, scores along an axis, and probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fednorm.errors import ConfigError
+from fednorm.running.pictures import COLOURS
+from fednorm.studies.beside import setting_text
+from fednorm.studies.library import Record
+from fednorm.studies.measured import Measured, curve_of
+from fednorm.studies.study import Study, StudyCell
+
+Axes = Any
+"""matplotlib's, which is imported only when something is drawn."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: what stands above it, and how it is filled."""
+
+    title: str
+    fill: Callable[[Axes], None]
+    scores: bool = True
+    """whether what goes up is the score"""
+
+
+Kind = Callable[[Study, Sequence[Measured]], list[Panel]]
+
+
+def curve_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
+    """The score by round: a panel a setting and a line a method, or with `lines` the other way round.
+
+    The line is the mean over seeds, the band their range, the dotted line what was published.
+    """
+    shown = _where(study, _whole(results))
+    by_axis: str = study.recipe.figure.get("lines", "")
+    if not by_axis:
+        groups = _grouped(shown, _setting)
+        return [Panel(title, lambda axis, some=some: _curves(axis, study, some)) for title, some in groups.items()]
+    values = list(study.recipe.axes[by_axis])
+    groups = _grouped(shown, lambda cell: _joined(cell.method, _setting(cell, frozenset({by_axis}))))
+    return [
+        Panel(title, lambda axis, some=some: _curves_by_steps(axis, some, by_axis, values))
+        for title, some in groups.items()
+    ]
+
+
+def _curves(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
+    for each in results:
+        style = _style(study, each.cell.method)
+        rounds = each.records[0].run["curves"]["round"]
+        _band(axis, rounds, [curve_of(record, each.cell) for record in each.records], style)
+        if each.cell.published is not None:
+            axis.axhline(each.cell.published.mean, color=style["color"], linestyle=":", linewidth=0.9)
+    axis.set_xlabel("round")
+
+
+def _curves_by_steps(axis: Axes, results: Sequence[Measured], by_axis: str, values: Sequence[str]) -> None:
+    """Against the steps a client has taken, so that runs with different rounds share an axis."""
+    for each in results:
+        value = str(each.cell.setting[by_axis])
+        style = {"color": COLOURS[values.index(value) % len(COLOURS)], "label": f"{by_axis} {value}"}
+        steps = [done * (each.cell.config.train.local_steps or 1) for done in each.records[0].run["curves"]["round"]]
+        _band(axis, steps, [curve_of(record, each.cell) for record in each.records], style)
+    axis.set_xlabel("steps of a client")
+
+
+def bar_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
+    """What was published beside ours, a panel a setting; of domains only their average, where there is one."""
+    shown = [each for each in results if each.cell.published is not None]
+    averages = [each for each in shown if each.cell.selected == "average"]
+    groups = _grouped(averages or shown, lambda cell: _setting(cell, domain=not averages))
+    return [Panel(title, lambda axis, some=some: _bars(axis, some)) for title, some in groups.items()]
+
+
+def _bars(axis: Axes, results: Sequence[Measured]) -> None:
+    told = [(each.cell.published.mean, each.cell.published.std or 0.0) for each in results if each.cell.published]
+    ours = [(each.ours.mean, each.ours.std) for each in results if each.ours]
+    places = range(len(results))
+    for shift, colour, label, bars in ((-0.2, "0.75", "published", told), (0.2, COLOURS[0], "ours, last round", ours)):
+        means, spreads = zip(*bars, strict=True)
+        axis.bar([place + shift for place in places], means, 0.38, yerr=spreads, color=colour, label=label, capsize=2)
+    axis.set_xticks(list(places), [each.cell.method for each in results], rotation=35, ha="right", fontsize=8)
+
+
+def heat_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
+    """The mean score over two axes, a map for each method and each value of the other axes."""
+    x, y = study.recipe.figure["x"], study.recipe.figure["y"]
+    scores = [each.ours.mean for each in results if each.ours]
+    limits = (min(scores), max(scores))
+    groups = _grouped(results, lambda cell: _joined(cell.method, _setting(cell, frozenset({x, y}))))
+    axes = study.recipe.axes
+    return [
+        Panel(title, lambda axis, some=some: _heat(axis, some, (x, list(axes[x])), (y, list(axes[y])), limits), False)
+        for title, some in groups.items()
+    ]
+
+
+def _heat(
+    axis: Axes,
+    results: Sequence[Measured],
+    x: tuple[str, list[str]],
+    y: tuple[str, list[str]],
+    limits: tuple[float, float],
+) -> None:
+    at = {(str(e.cell.setting[x[0]]), str(e.cell.setting[y[0]])): e.ours.mean for e in results if e.ours}
+    columns, rows = ([v for v in values if any(v == key[i] for key in at)] for i, (_, values) in enumerate((x, y)))
+    grid = [[at.get((column, row), float("nan")) for column in columns] for row in rows]
+    axis.imshow(grid, cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
+    middle = sum(limits) / 2
+    for (column, row), score in at.items():
+        place = (columns.index(column), rows.index(row))
+        axis.text(*place, f"{score:.0f}", ha="center", va="center", color="white" if score < middle else "black")
+    axis.set_xticks(range(len(columns)), columns)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_xlabel(x[0])
+    axis.set_ylabel(y[0])
+
+
+def axis_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
+    """The score along an axis, a line a method, a panel for each value of the other axes; bars are the spread."""
+    x = study.recipe.figure["x"]
+    values = list(study.recipe.axes[x])
+    groups = _grouped(_whole(results), lambda cell: _setting(cell, frozenset({x})))
+    several = {title: some for title, some in groups.items() if len({str(e.cell.setting[x]) for e in some}) > 1}
+    return [
+        Panel(title, lambda axis, some=some: _along(axis, study, some, x, values)) for title, some in several.items()
+    ]
+
+
+def _along(axis: Axes, study: Study, results: Sequence[Measured], x: str, values: Sequence[str]) -> None:
+    present = [value for value in values if any(str(each.cell.setting[x]) == value for each in results)]
+    for method in dict.fromkeys(each.cell.method for each in results):
+        own = [each for each in results if each.cell.method == method]
+        places = [present.index(str(each.cell.setting[x])) for each in own]
+        spreads = [each.ours for each in own if each.ours]
+        style = _style(study, method)
+        axis.errorbar(places, [s.mean for s in spreads], [s.std for s in spreads], marker="o", capsize=2, **style)
+    axis.set_xticks(range(len(present)), present, fontsize=8)
+    axis.set_xlabel(x.replace("_", " "))
+
+
+def probe_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
+    """What probes saw by round, and the training loss: the mean over clients and seeds, with the range of the seeds."""
+    panels = []
+    for title, some in _grouped(_where(study, results), _setting).items():
+        names = dict.fromkeys(name for each in some for record in each.records for name in probe_curves(record))
+        panels += [
+            Panel(_joined(name, title), lambda axis, some=some, name=name: _probes(axis, study, some, name), False)
+            for name in names
+        ]
+        panels.append(Panel(_joined("training loss", title), lambda axis, some=some: _losses(axis, study, some), False))
+    return panels
+
+
+def probe_curves(record: Record) -> dict[str, tuple[list[int], list[float]]]:
+    """Rounds and values of every probe, the mean over clients, of the last phase of a round."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for row in record.probes:
+        phase: Mapping[Any, Mapping[str, float]] = list(row["probes"].values())[-1]
+        for name in next(iter(phase.values())):
+            seen = [each[name] for each in phase.values()]
+            rounds, values = found.setdefault(name, ([], []))
+            rounds.append(row["round"])
+            values.append(sum(seen) / len(seen))
+    return found
+
+
+def _probes(axis: Axes, study: Study, results: Sequence[Measured], name: str) -> None:
+    for each in results:
+        seen = [curves[name] for record in each.records if name in (curves := probe_curves(record))]
+        if seen:
+            _band(axis, seen[0][0], [values for _, values in seen], _style(study, each.cell.method))
+    axis.set_xlabel("round")
+
+
+def _losses(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
+    for each in results:
+        losses = [record.train_loss for record in each.records]
+        _band(axis, losses[0]["round"], [loss["loss"] for loss in losses], _style(study, each.cell.method))
+    axis.set_xlabel("round")
+
+
+def statistic_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
+    """Channel by channel, the statistics of two clients: results do not keep them."""
+    raise ConfigError(
+        f"{study.id} shows the running statistics of single clients, which results do not keep; "
+        "look into the folder of its run with `fednorm export`"
+    )
+
+
+KINDS: Mapping[str, Kind] = {
+    "curves": curve_panels,
+    "bars": bar_panels,
+    "heatmap": heat_panels,
+    "by_axis": axis_panels,
+    "probes": probe_panels,
+    "statistics": statistic_panels,
+}
+
+
+def _whole(results: Sequence[Measured]) -> list[Measured]:
+    """Results of all domains together: curves of single ones are not kept."""
+    return [each for each in results if each.cell.selected in (None, "average")]
+
+
+def _where(study: Study, results: Sequence[Measured]) -> list[Measured]:
+    """Results whose setting is among those that the recipe wants in curves and probes."""
+    wanted: Mapping[str, list[str]] = study.recipe.figure.get("where", {})
+    return [each for each in results if all(str(each.cell.setting[key]) in some for key, some in wanted.items())]
+
+
+def _setting(cell: StudyCell, without: frozenset[str] = frozenset(), domain: bool = False) -> str:
+    """A setting in a line, less what only says what the method does, and less the domain unless asked for."""
+    left_out = without | cell.describing | (frozenset() if domain else frozenset({cell.score.select}))
+    return setting_text({key: value for key, value in cell.setting.items() if key not in left_out})
+
+
+def _joined(*texts: str) -> str:
+    return ", ".join(filter(None, texts))
+
+
+def _grouped(results: Sequence[Measured], title: Callable[[StudyCell], str]) -> dict[str, list[Measured]]:
+    groups: dict[str, list[Measured]] = {}
+    for each in results:
+        groups.setdefault(title(each.cell), []).append(each)
+    return groups
+
+
+def _style(study: Study, method: str) -> dict[str, Any]:
+    """The colour of a method and its name; past the last colour the same ones come back dashed."""
+    number = list(study.recipe.methods).index(method)
+    line = "-" if number < len(COLOURS) else "--"
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": line, "label": method}
+
+
+def _band(axis: Axes, x: Sequence[float], seeds: Sequence[Sequence[float]], style: Mapping[str, Any]) -> None:
+    """A line of means with the range of the seeds behind it."""
+    by_round = list(zip(*seeds, strict=True))
+    axis.plot(x, [sum(scores) / len(scores) for scores in by_round], linewidth=1.6, **style)
+    low, high = [min(scores) for scores in by_round], [max(scores) for scores in by_round]
+    axis.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)

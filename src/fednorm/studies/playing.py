@@ -1,0 +1,148 @@
+"""Playing the runs that studies need: those that are the same program in one stack, each kept when it has ended."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fednorm.data.federation import Federation
+from fednorm.engines.machine import find_device
+from fednorm.files import read_json
+from fednorm.running.cells import Cell, packs, play_cells
+from fednorm.running.comparison import usable_jobs
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.folder import RunFolder
+from fednorm.running.given import Objects, check_stored, stored_config
+from fednorm.running.in_processes import play_in_processes
+from fednorm.running.records import OnRow, RoundRow, RunId
+from fednorm.running.stopping import Stop
+from fednorm.running.store import Store
+from fednorm.studies.library import Library, Record, key_of, make_record
+from fednorm.studies.study import StudyCell
+
+Watched = Callable[[Sequence[Cell]], AbstractContextManager[OnRow]]
+"""Who watches some runs while they are played."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs are played and what is found there."""
+
+    library: Library
+    work: Path
+    """folder of the runs themselves: what is needed to go on with one that was stopped"""
+    device: str = "auto"
+    precision: str | None = None
+    """numbers inside a GPU's convolutions and norms; None: bf16 on a GPU, fp32 elsewhere"""
+    data_dir: str | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return find_device(self.device).type == "cuda"
+
+    def has(self, config: RunConfig, seed: int) -> bool:
+        """Whether a run was played before; where a precision was asked for, in that one."""
+        return self.library.has(config, seed, self.precision)
+
+    def settled(self, config: RunConfig, seed: int) -> RunConfig:
+        """A run's config on this machine."""
+        precision = self.precision or ("bf16" if self.on_gpu else "fp32")
+        here = {"engine.device": self.device, "engine.precision": precision, "data.dir": self.data_dir}
+        here |= {} if self.on_gpu else {"engine.threads": 1}  # each run has a process, and no bit depends on how many
+        return updated(config, {**here, "seed": seed})
+
+    def cell(self, config: RunConfig) -> Cell:
+        """The run of a settled config, with its folder."""
+        id = RunId(config.method, config.seed)
+        name = f"{key_of(config)}-{id.file_name}-{config.engine.precision}"
+        return Cell(id, RunFolder(self.work / name), config, Objects())
+
+
+def wanted_runs(cells: Iterable[StudyCell], seeds: Sequence[int]) -> list[tuple[RunConfig, int]]:
+    """The runs behind some cells, each once: all seeds of a config one after the other."""
+    configs = {key_of(cell.config): cell.config for cell in cells}
+    return [(config, seed) for config in configs.values() for seed in seeds]
+
+
+def play_runs(
+    runs: Iterable[tuple[RunConfig, int]], place: Place, watched: Watched, deadline: float = float("inf")
+) -> bool:
+    """Play the runs that were not played before; whether all came to their end before the deadline.
+
+    A run that did not is kept in its folder and goes on from there the next time.
+    """
+    missing = [place.settled(config, seed) for config, seed in runs if not place.has(config, seed)]
+    for together in _batches([place.cell(config) for config in missing]):
+        for cell in together:
+            expected = stored_config(cell.config, cell.objects)
+            if not cell.folder.config.exists():
+                cell.folder.create(expected)
+            check_stored(cell.folder, expected)
+        pending = [cell for cell in together if not cell.is_done]
+        if pending:
+            with watched(pending) as tell:
+                _play(pending, place, _until(deadline, tell))
+        for cell in together:
+            if cell.is_done:
+                place.library.save(_kept(cell))
+        if not all(cell.is_done for cell in together):
+            return False
+    return True
+
+
+def _batches(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Runs that can be told apart by method and seed, side by side."""
+    found: list[list[Cell]] = []
+    for cell in cells:
+        for together in found:
+            if cell.config.rounds == together[0].config.rounds and cell.id not in [each.id for each in together]:
+                together.append(cell)
+                break
+        else:
+            found.append([cell])
+    return found
+
+
+def _play(cells: Sequence[Cell], place: Place, tell: OnRow) -> None:
+    """Play runs: in stacks on a GPU, in processes on a CPU."""
+    if len(cells) > 1 and not place.on_gpu:
+        play_in_processes(cells, usable_jobs(len(cells)), tell)
+        return
+    for together in packs(cells):
+        play_cells(together, tell)
+
+
+def _until(deadline: float, tell: OnRow) -> OnRow:
+    """An observer that ends every run after a moment."""
+
+    def watch(run: RunId, row: RoundRow) -> None:
+        tell(run, row)
+        if time.monotonic() > deadline:
+            raise Stop
+
+    return watch
+
+
+def _kept(cell: Cell) -> Record:
+    """What the library keeps of a run in its folder."""
+    domains = domains_of_clients(cell.plan().federation)
+    environment = {**read_json(cell.folder.path / "env.json"), "command": shlex.join(["fednorm", *sys.argv[1:]])}
+    with closing(Store(cell.folder.state)) as store:
+        return make_record(updated(cell.config, {"data.dir": None}), cell.result(), store.rows(), domains, environment)
+
+
+def domains_of_clients(federation: Federation) -> list[str]:
+    """The domain that each client's own test rows lie in; empty where data have no domains."""
+    rows = {name: set(tests.tolist()) for name, tests in federation.domains.items()}
+
+    def domain(own: Tensor) -> str:
+        return next((name for name, tests in rows.items() if tests.issuperset(own.tolist())), "")
+
+    return [domain(own) for own in federation.own_test] if rows else []

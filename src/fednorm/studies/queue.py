@@ -1,0 +1,110 @@
+"""What is still to be played, study by study, and as much of it as fits into some minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fednorm.data.verify import describe_dataset
+from fednorm.errors import FednormError
+from fednorm.running.config import RunConfig
+from fednorm.studies.estimate import usual_seconds
+from fednorm.studies.library import Library, key_of
+from fednorm.studies.playing import Place, Watched, play_runs
+from fednorm.studies.study import Study, StudyCell
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a study is, in cells of its main reading with all its seeds."""
+
+    study: Study
+    cells: int
+    done: int
+    begun: int
+    """cells with at least one seed"""
+
+    @property
+    def state(self) -> str:
+        return "done" if self.done == self.cells else "partly" if self.begun else "open"
+
+
+def standing(study: Study, library: Library) -> Standing:
+    """How much of a study the library has."""
+    cells = study.cells()
+    have = [sum(library.has(cell.config, seed) for seed in study.recipe.seeds) for cell in cells]
+    return Standing(study, len(cells), sum(n == len(study.recipe.seeds) for n in have), sum(n > 0 for n in have))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One config with the seeds that are missing: played together, and counted as one."""
+
+    study: str
+    label: str
+    config: RunConfig
+    seeds: tuple[int, ...]
+
+
+def missing_jobs(studies: Sequence[Study], library: Library) -> Iterator[Job]:
+    """What is missing, in the order of the studies: the main readings of all of them, then the other ones."""
+    seen = set[str]()
+    for variants in (False, True):
+        for study in studies:
+            for cell in study.cells(variants=variants):
+                key = key_of(cell.config)
+                seeds = tuple(seed for seed in study.recipe.seeds if not library.has(cell.config, seed))
+                if seeds and key not in seen:
+                    yield Job(study.id, _label(cell), cell.config, seeds)
+                seen.add(key)
+
+
+def play_next(
+    studies: Sequence[Study], place: Place, minutes: float, watched: Watched, say: Callable[[str], None]
+) -> int:
+    """Play what is missing and likely to end in time; the number of runs that came to their end.
+
+    Seeds that do not fit together are tried one by one. Data sets that are not here are passed over.
+    """
+    deadline = time.monotonic() + 60 * minutes
+    played, absent = 0, set[str]()
+    for job in missing_jobs(studies, place.library):
+        name = job.config.data.name
+        if name in absent or not describe_dataset(name, place.data_dir)["here"]:
+            if name not in absent:
+                say(f"{name} is not here: its studies are passed over (`fednorm data info {name}` says how to get it)")
+            absent.add(name)
+            continue
+        for seeds in _that_fit(job, place, deadline - time.monotonic()):
+            say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
+            try:
+                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline)
+            except FednormError as error:  # of one job, and no reason to leave the machine idle
+                say(f"{job.study}  {job.label}: {error}")
+                continue
+            if not ended:
+                say("time is over; what was stopped goes on from here the next time")
+                return played
+            played += len(seeds)
+    return played
+
+
+def _that_fit(job: Job, place: Place, left: float) -> list[tuple[int, ...]]:
+    """The seeds of a job as they are to be played: together, one by one, or not at all."""
+
+    def fits(seeds: int) -> bool:
+        return usual_seconds(job.config, seeds, place.on_gpu, place.library) < left
+
+    if fits(len(job.seeds)):
+        return [job.seeds]
+    return [(job.seeds[0],)] if fits(1) else []
+
+
+def _label(cell: StudyCell) -> str:
+    """A cell in a line: what sets it apart.
+
+    A variant is named last, in brackets.
+    """
+    setting = "".join(f" {key}={value}" for key, value in cell.setting.items() if key != cell.score.select)
+    return f"{cell.method}{setting}" + (f" [{cell.variant}]" if cell.variant else "")

@@ -1,0 +1,143 @@
+"""An experiment with its recipe: the cells it consists of, and the run behind each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from fednorm.errors import ConfigError, unknown
+from fednorm.methods import parse
+from fednorm.running.config import RunConfig, from_dict, updated
+from fednorm.studies.published import Experiment, PublishedCell, experiments, find_experiment
+from fednorm.studies.recipes import Score, StudyRecipe, read_study_recipe
+
+
+@dataclass(frozen=True)
+class StudyCell:
+    """One number of a study: what was published, if it was, and the run it is read off."""
+
+    study: str
+    method: str
+    """the paper's key"""
+    setting: Mapping[str, Any]
+    variant: str
+    """another reading of the paper; empty for the main one"""
+    config: RunConfig
+    """of the run, whatever its seed and engine"""
+    score: Score
+    published: PublishedCell | None
+    describing: frozenset[str] = frozenset()
+    """keys of the setting that only say what the method does"""
+
+    @property
+    def selected(self) -> str | None:
+        """The domain that is looked at, by the name that the data have for it."""
+        if self.score.select is None or self.score.select not in self.setting:
+            return None
+        value = str(self.setting[self.score.select])
+        return self.score.names.get(value, value)
+
+
+@dataclass(frozen=True)
+class Study:
+    """An experiment with its recipe."""
+
+    experiment: Experiment
+    recipe: StudyRecipe
+
+    @property
+    def id(self) -> str:
+        return self.experiment.id
+
+    def cells(
+        self, *, quick: bool = False, methods: Sequence[str] = (), variants: bool = False
+    ) -> tuple[StudyCell, ...]:
+        """The numbers to be had: of some methods or of all, of the main reading alone or of all readings."""
+        for key in methods:
+            if key not in self.recipe.methods:
+                raise unknown(f"method of {self.id}", key, self.recipe.methods)
+        readings = ["", *self.recipe.variants] if variants else [""]
+        return tuple(
+            self._cell(method, setting, published, reading, quick)
+            for reading in readings
+            for method, setting, published in self._published()
+            if (not methods or method in methods) and not self._left_out(method, setting, quick)
+        )
+
+    def _left_out(self, method: str, setting: Mapping[str, Any], quick: bool) -> bool:
+        """Whether a figure does not have a combination, or a quick run does not play it."""
+        told = {"method": method} | {key: _text(value) for key, value in setting.items()}
+        if any(all(told.get(key) in values for key, values in rule.items()) for rule in self.recipe.skip):
+            return True
+        return quick and any(
+            told[axis] not in values for axis, values in self.recipe.quick_axes.items() if axis in told
+        )
+
+    def _published(self) -> Iterator[tuple[str, Mapping[str, Any], PublishedCell | None]]:
+        """Method and setting of every cell; where no digits were published, all combinations."""
+        if self.experiment.cells:
+            yield from ((cell.method, cell.setting, cell) for cell in self.experiment.cells)
+            return
+        axes = self.recipe.axes
+        for method in self.recipe.methods:
+            for values in itertools.product(*axes.values()):
+                yield method, dict(zip(axes, values, strict=True)), None
+
+    def _cell(
+        self, method: str, setting: Mapping[str, Any], published: PublishedCell | None, variant: str, quick: bool
+    ) -> StudyCell:
+        recipe = self.recipe
+        if method not in recipe.methods:
+            raise ConfigError(f"the recipe of {self.id} has no method '{method}'; add it below [methods]")
+        entry = recipe.methods[method]
+        expression, fields = (entry, {}) if isinstance(entry, str) else (entry["method"], dict(entry.get("set", {})))
+        texts = {key: _text(value) for key, value in setting.items()}
+        for axis, value in texts.items():
+            if axis == recipe.score.select:
+                continue
+            if value not in recipe.axes.get(axis, {}):
+                raise ConfigError(f"the recipe of {self.id} has no {axis}='{value}'; add it below [axes.{axis}]")
+            fields |= recipe.axes[axis][value]
+            expression = fields.pop("method", {}).get(method, expression)
+        reading = recipe.variants[variant] if variant else {}
+        expression = reading.get("methods", {}).get(method, expression)
+        fields |= reading.get("set", {})
+        if quick:
+            fields |= recipe.quick
+            for axis, values in recipe.quick_axes.items():
+                fields |= values.get(texts.get(axis, ""), {})
+        # An expression may name an axis: fedwon(use_agc={agc}).
+        name = parse(expression.format_map(texts)).name
+        config = updated(from_dict(recipe.run), {**fields, "method": name})
+        names = {**recipe.score.names, **recipe.score.stand_ins} if quick else recipe.score.names
+        score = replace(recipe.score, names=names)
+        return StudyCell(self.id, method, setting, variant, config, score, published, self._describing)
+
+    @property
+    def _describing(self) -> frozenset[str]:
+        """Axes that set nothing, whatever their value."""
+        return frozenset(axis for axis, values in self.recipe.axes.items() if not any(values.values()))
+
+
+@cache
+def find_study(id: str) -> Study:
+    """A study by its id."""
+    return Study(find_experiment(id), read_study_recipe(id))
+
+
+def all_studies() -> list[Study]:
+    """Every study, in the order in which they are played."""
+    found = [find_study(id) for id in experiments()]
+    return sorted(found, key=lambda study: (study.recipe.place is None, study.recipe.place or 0))
+
+
+def _text(value: Any) -> str:
+    """A value of a setting as a recipe spells it.
+
+    >>> _text(True), _text(32), _text("iid")
+    ('true', '32', 'iid')
+    """
+    return str(value).lower() if isinstance(value, bool) else str(value)

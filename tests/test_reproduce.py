@@ -1,0 +1,146 @@
+"""`fednorm reproduce`: runs are played, kept, found again, taken up again; the command's words."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from command import fednorm
+from fednorm.running.cells import Cell
+from fednorm.running.records import OnRow
+from fednorm.studies.library import Library
+from fednorm.studies.playing import Place, play_runs, wanted_runs
+from fednorm.studies.published import Experiment, PublishedCell
+from fednorm.studies.queue import play_next
+from fednorm.studies.recipes import Score, StudyRecipe
+from fednorm.studies.study import Study
+
+RUN = {
+    "rounds": 4,
+    "model": "mlp_bn",
+    "data": {"clients": 2, "train_limit": 80},
+    "train": {"local_steps": 2},
+    "eval": {"every": 2},
+}
+
+
+def study(*methods: str, seeds: tuple[int, ...] = (0, 1)) -> Study:
+    cells = tuple(PublishedCell(method, {}, 50.0, None) for method in methods)
+    experiment = Experiment("paper.t1", "table", "A paper: Table 1", "fashion_mnist", "", cells, methods, (), ())
+    return Study(experiment, StudyRecipe(RUN, {name: name for name in methods}, {}, Score(), seeds=seeds))
+
+
+@contextmanager
+def unwatched(cells: Sequence[Cell]) -> Iterator[OnRow]:
+    yield lambda run, row: None
+
+
+def place(folder: Path) -> Place:
+    return Place(Library(folder / "results"), folder / "work", device="cpu")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: json.loads(path.read_text())["run"]["digest"] for path in (folder / "results").glob("*.json")}
+
+
+def test_a_study_is_played_once_and_shared(tmp_path: Path) -> None:
+    asked = study("fedavg", "fixbn")
+    here = place(tmp_path)
+    assert play_runs(wanted_runs(asked.cells(), [0]), here, unwatched)
+    kept = digests(tmp_path)
+    assert len(kept) == 2
+    # Another study that needs one of the runs finds it, whoever played it.
+    other = study("fedavg")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").glob("*.json")}
+    assert play_runs(wanted_runs(other.cells(), [0]), place(tmp_path), unwatched)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results").glob("*.json")} == times
+
+
+def test_a_cell_that_is_deleted_is_made_again(tmp_path: Path) -> None:
+    asked = study("fedavg", seeds=(0,))
+    said: list[str] = []
+    assert play_next([asked], place(tmp_path), 5.0, unwatched, said.append) == 1
+    before = digests(tmp_path)
+    (path,) = (tmp_path / "results").glob("*.json")
+    path.unlink()
+    (tmp_path / "work").rename(tmp_path / "elsewhere")  # a bare machine
+    assert play_next([asked], place(tmp_path), 5.0, unwatched, said.append) == 1
+    assert digests(tmp_path) == before
+    assert play_next([asked], place(tmp_path), 5.0, unwatched, said.append) == 0
+    assert said == ["paper.t1  fedavg  seeds 0"] * 2
+
+
+def test_a_run_that_time_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+    runs = wanted_runs(study("fixbn").cells(), [0])
+    assert play_runs(runs, place(tmp_path / "whole"), unwatched)
+    assert not play_runs(runs, place(tmp_path / "parts"), unwatched, deadline=time.monotonic())
+    assert digests(tmp_path / "parts") == {}
+    rows = next((tmp_path / "parts" / "work").glob("*/metrics.jsonl")).read_text().splitlines()
+    assert len(rows) < RUN["rounds"]  # pyright: ignore[reportOperatorIssue]
+    assert play_runs(runs, place(tmp_path / "parts"), unwatched)
+    assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
+
+
+def test_a_record_names_what_made_it_and_no_folder(tmp_path: Path) -> None:
+    assert play_runs(wanted_runs(study("fedavg").cells(), [0]), place(tmp_path), unwatched)
+    (path,) = (tmp_path / "results").glob("*.json")
+    kept = json.loads(path.read_text())
+    assert str(tmp_path) not in path.read_text()
+    assert kept["environment"]["command"].split()[0] == "fednorm"
+    assert kept["environment"]["torch"]
+    assert kept["run"]["curves"]["round"] == [2, 4]
+    assert kept["train_loss"]["round"] == [2, 4]
+
+
+def test_what_takes_too_long_is_not_begun(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert play_next([study("fedavg")], place(tmp_path), 0.01, unwatched, said.append) == 0
+    assert said == []
+
+
+def test_the_list_names_every_experiment(tmp_path: Path) -> None:
+    done = fednorm("reproduce", "--list", "--json", "--results", str(tmp_path))
+    rows = done.json
+    assert len(rows) == 38
+    assert rows[0]["id"] == "fixbn.t1"
+    assert {key: rows[0][key] for key in ("state", "cells", "cells_done")} == {
+        "state": "open",
+        "cells": 4,
+        "cells_done": 0,
+    }
+
+
+@pytest.mark.slow
+def test_a_quick_study_prints_its_table_and_says_what_it_is(tmp_path: Path) -> None:
+    arguments = ["reproduce", "fixbn.tH", "--quick", "--methods", "fixbn", "--work", str(tmp_path), "-q"]
+    done = fednorm(*arguments)
+    assert done.code == 0
+    assert "quick run: a small budget on embedded data, not the paper's setting" in done.out
+    again = fednorm(*arguments, "--json").json  # played already
+    assert again["quick"] is True
+    assert again["cells"][0]["paper"] == {"mean": 76.56, "std": None}
+    assert len(again["cells"][0]["runs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "give one of: an experiment such as fixbn.norms, --list, or --next"),
+        (["fixbn.t1", "--list"], "give one of: an experiment such as fixbn.norms, --list, or --next"),
+        (["fixbn.t9"], "experiment 'fixbn.t9' is not known"),
+        (["fixbn.t1", "--methods", "gn"], "method of fixbn.t1 'gn' is not known"),
+        (["fixbn.t1", "--precision", "fp8"], "--precision fp8 is not known; give fp32, tf32 or bf16"),
+        (["--next", "--minutes", "-1"], "--minutes -1.0 is out of range; give a number above 0"),
+        (["fixbn.t1", "--seeds", "x"], "--seeds x cannot be read"),
+    ],
+)
+def test_wrong_input_is_refused_in_a_line(arguments: list[str], text: str) -> None:
+    done = fednorm("reproduce", *arguments)
+    assert done.code == 2
+    assert text in done.err
+    assert done.err.count("\n") == 1
