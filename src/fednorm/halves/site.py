@@ -70,11 +70,8 @@ class Sites(Agreed):
         return sum(self.steps(client, phase, share))
 
     def _steps_of(self, client: int, each: PreparedPass, share: float) -> int:
-        fixed = {"epoch": ("epochs", 1), "batch": ("steps", 1)}
-        unit, amount = fixed.get(each.work, (self.work.unit, self.work.amount))
-        steps = amount if unit == "steps" else amount * self.batches.per_epoch(client)
-        # A pass over all data, or a look at one batch, is a measurement, of which a part would be another one.
-        return steps if share == 1 or each.work in fixed else steps_done(steps, share)
+        steps = each.steps(self.work, self.batches.per_epoch(client))
+        return steps if share == 1 or each.is_fixed else steps_done(steps, share)
 
     def first_batch(self, phase: PreparedPhase, client: int, used: int) -> int:
         """The batch a client goes on with; a pass over its data starts with an epoch, to see every example once."""

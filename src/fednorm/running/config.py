@@ -135,7 +135,11 @@ class EngineConfig:
     loaders: int | None = None
     """processes that read data which are not kept in memory; 0: none; default: one per core, up to 4"""
     quorum: float | None = None
-    """go on without clients whose update is refused while this share remains; default: stop at the first"""
+    """go on without clients that fail or are refused, while this share remains; default: stop at the first"""
+    retries: int = 0
+    """times that clients which failed or were refused are asked again, where too few remain without them"""
+    norm_factor: float | None = 1000.0
+    """refuse updates this many times as long as the median client's; 0: whatever their length"""
     checkpoint_every: int | None = None
     """rounds between two checkpoints; none: every 2 seconds, so after every round that takes longer"""
 
@@ -243,6 +247,8 @@ def _check_ranges(config: RunConfig) -> None:
         "engine.threads": (config.engine.threads, 0),
         "engine.workers": (config.engine.workers, 0),
         "engine.loaders": (config.engine.loaders, 0),
+        "engine.retries": (config.engine.retries, 0),
+        "engine.norm_factor": (config.engine.norm_factor, 0),
         "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
     }
     for name, (value, least) in at_least.items():

@@ -142,7 +142,6 @@ def column_of(name: str, cells: Sequence[str]) -> Column:
 def read_parquet(path: Path) -> Table:
     """A Parquet file: numbers, texts and truth values; other types are refused by name when they are used."""
     require("pyarrow", "table", "reading a Parquet file")
-    import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     try:

@@ -134,10 +134,15 @@ class StackTrainer:
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
     ) -> Iterator[Outcome]:
         if self._sequential:
-            for done in self._sequential.train(phase, numbers, jobs, probing):
-                if self._failed:
-                    self._say("using sequential")
-                yield done
+            try:
+                for done in self._sequential.train(phase, numbers, jobs, probing):
+                    if self._failed:
+                        self._say("using sequential")
+                    yield done
+            except Exception:
+                if self._failed:  # it was not for the mapping that training failed
+                    self._sequential, self.fell_back, self._failed = None, "", ""
+                raise
             return
         waiting = list(jobs)
         while waiting:
