@@ -11,7 +11,6 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fednorm.core import rng
 from fednorm.core.method import Progress
 from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.report import Report
@@ -20,7 +19,7 @@ from fednorm.data.batches import UNION
 from fednorm.errors import ConfigError, QuorumError, WireError
 from fednorm.halves.admission import admitted
 from fednorm.halves.agreed import Agreed
-from fednorm.halves.exchange import Exchange, Held, Holder, diverged
+from fednorm.halves.exchange import Exchange, Held, Holder, diverged, drawn_cohort
 from fednorm.halves.guard import Allowed, Sent, flaw_of_form
 from fednorm.halves.merging import merge_updates
 from fednorm.halves.messages import Address, Request, Scores, Terms, Update
@@ -34,13 +33,6 @@ log = logging.getLogger("fednorm.server")
 DID_NOT_ANSWER = "it did not answer"
 _ROUNDING = 1e-9
 Row = dict[str, Any]
-
-
-def drawn_cohort(seed: int, round: int, clients: Sequence[int], count: int) -> list[int]:
-    """The clients that a round draws, ascending."""
-    if count == len(clients):
-        return list(clients)
-    return [clients[index] for index in rng.subset(rng.key(seed, "cohort", round), len(clients), count)]
 
 
 class Server:
