@@ -6,7 +6,6 @@ python tools/make_results_page.py --check    # exit code 1 where the page is not
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,8 +33,6 @@ a reading other than the main one is named in brackets behind its method.
 
 `fednorm reproduce --next` plays what is open, in the order of this list.
 """
-_PLACES = ("--work", "--results", "--data-dir")
-"""Options that name folders of a machine."""
 
 
 def page(folder: Path = RESULTS) -> str:
@@ -103,27 +100,11 @@ def _origins(study: Study, results: Sequence[Measured]) -> Iterator[str]:
     """Commands, commits and seconds of the runs."""
     found = [record for each in results for record in (*each.records, *each.others)]
     records = list({record.file_name: record for record in found}.values())
-    played_by = sorted({plain_command(str(record.environment.get("command", ""))) for record in records})
+    played_by = sorted({str(record.environment.get("command", "")) for record in records})
     yield f"command: `fednorm reproduce {study.id}`; played by {', '.join(f'`{text}`' for text in played_by)}"
     commits = sorted({str(record.environment.get("commit", "unknown"))[:12] for record in records})
     yield f"commit: {', '.join(commits)}"
     yield f"runs: {len(records)}, {sum(record.run['seconds'] for record in records):,.0f} s in all"
-
-
-def plain_command(command: str) -> str:
-    """A command without the folders of the machine it was given on.
-
-    >>> plain_command("/home/me/bin/fednorm reproduce --next --minutes 25 --work /tmp/x")
-    'fednorm reproduce --next --minutes 25'
-    """
-    words = iter(shlex.split(command)[1:])
-    kept = []
-    for word in words:
-        if word in _PLACES:
-            next(words, None)
-        elif not word.startswith(tuple(f"{option}=" for option in _PLACES)):
-            kept.append(word)
-    return shlex.join(["fednorm", *kept])
 
 
 def draw_all(folder: Path = RESULTS) -> list[Path]:

@@ -27,6 +27,10 @@ from fednorm.running.store import Store
 from fednorm.studies.library import Library, Record, key_of, make_record
 from fednorm.studies.study import StudyCell
 
+_PLACES = ("--results", "--work", "--data-dir")
+"""Options that name folders."""
+_TOLD = ("fednorm", "python", "torch", "commit", "gpu", "cpu_count", "started")
+"""What a record keeps of where it was made: what may have a part in its numbers."""
 Watched = Callable[[Sequence[Cell]], AbstractContextManager[OnRow]]
 """Who watches some runs while they are played."""
 
@@ -133,9 +137,26 @@ def _until(deadline: float, tell: OnRow) -> OnRow:
 def _kept(cell: Cell) -> Record:
     """What the library keeps of a run in its folder."""
     domains = domains_of_clients(cell.plan().federation)
-    environment = {**read_json(cell.folder.path / "env.json"), "command": shlex.join(["fednorm", *sys.argv[1:]])}
+    stored = read_json(cell.folder.path / "env.json")
+    environment = {key: stored.get(key) for key in _TOLD} | {"command": plain_command(sys.argv[1:])}
     with closing(Store(cell.folder.state)) as store:
         return make_record(updated(cell.config, {"data.dir": None}), cell.result(), store.rows(), domains, environment)
+
+
+def plain_command(arguments: Iterable[str]) -> str:
+    """A command without the folders of the machine it was given on.
+
+    >>> plain_command(["--next", "--minutes", "25", "--work", "/tmp/x"])
+    'fednorm --next --minutes 25'
+    """
+    words = iter(arguments)
+    kept = []
+    for word in words:
+        if word in _PLACES:
+            next(words, None)
+        elif not word.startswith(tuple(f"{option}=" for option in _PLACES)):
+            kept.append(word)
+    return shlex.join(["fednorm", *kept])
 
 
 def domains_of_clients(federation: Federation) -> list[str]:
