@@ -198,6 +198,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.fault(row=24)
 @pytest.mark.parametrize("kind", ["pickle", "torch", "torch, old form", "npy", "npz", "zip"])
 @pytest.mark.parametrize("reader", READERS)
 def test_pickles_in_every_dress_are_never_opened(here: Path, reader: str, kind: str) -> None:
@@ -208,6 +209,7 @@ def test_pickles_in_every_dress_are_never_opened(here: Path, reader: str, kind: 
     assert [path.name for path in here.iterdir()] == ["file"]
 
 
+@pytest.mark.fault(row=24)
 def test_pickles_in_a_folder_of_a_run_are_never_opened(here: Path) -> None:
     (here / "run").mkdir()
     config, state = here / "run" / "config.json", here / "run" / "state.sqlite"

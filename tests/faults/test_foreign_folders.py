@@ -261,6 +261,7 @@ def test_a_download_does_not_follow_a_link(endless: str, tmp_path: Path) -> None
 NAMES = ["../../x", "/etc/x", "a\0b", "x" * 10_000, "..", ".", "ﾊﾟ/..", "con", "\u202egnp.exe", "a\x1b[2Jb", "~", "*"]
 
 
+@pytest.mark.fault(row=25)
 def test_names_of_clients_are_no_paths(tmp_path: Path) -> None:
     (tmp_path / "room").mkdir()
     rows = len(NAMES) * 6
