@@ -24,6 +24,7 @@ from fednorm.errors import FednormError
 from fednorm.halves.messages import Update
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.training import Job, Outcome
+from fednorm.running.config import updated
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
 from fednorm.running.store import Store
@@ -77,7 +78,9 @@ def plan(engine: str, method: str = "fedavg", *, data: Federation | None = None,
 
 
 def without(plan: Plan, *clients: int) -> Run:
-    """The run that nothing disturbs, of the clients that remain."""
+    """The run that nothing disturbs, of the clients that remain; processes, which have the same bits, are spared."""
+    if plan.config.engine.name == "workers":
+        plan = replace(plan, config=updated(plan.config, {"engine.name": "sequential"}))
     run = Run(plan, Store())
     run.server.clients = [client for client in run.server.clients if client not in clients]
     run.server.per_round = len(run.server.clients)

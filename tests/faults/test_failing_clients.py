@@ -24,6 +24,10 @@ from fednorm.running.records import RunId
 from fednorm.running.run import Run
 from fednorm.running.store import Store
 
+every_engine = pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.slow) if name == "workers" else name for name in chaos.ENGINES]
+)
+
 
 def fragile_plan(engine: str, tmp_path: Path, how: str, **changes: Any) -> tuple[Any, Path]:
     """A plan whose client 3 fails while the file that is returned too is there."""
@@ -36,7 +40,9 @@ def fragile_plan(engine: str, tmp_path: Path, how: str, **changes: Any) -> tuple
 
 
 @pytest.mark.fault(row=1)
-@pytest.mark.parametrize(("engine", "how"), [("sequential", "error"), ("sequential", "memory"), ("stacked", "error")])
+@pytest.mark.fault(row=27)
+@pytest.mark.parametrize("how", ["error", "memory"])
+@every_engine
 def test_a_client_whose_training_fails_is_left_out(engine: str, how: str, tmp_path: Path) -> None:
     made, trap = fragile_plan(engine, tmp_path, how)
     reference = chaos.without(made, BAD)
@@ -105,7 +111,7 @@ def dropping(*clients: int, until: int = 10**9) -> Callable[[int, Outcome], list
 
 
 @pytest.mark.fault(row=2)
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@every_engine
 def test_a_client_whose_answer_is_lost_does_not_advance(engine: str) -> None:
     run = chaos.started(chaos.plan(engine, "fedbn"), dropping(BAD))
     assert [row.get("refused") for row in run.rounds()] == [{BAD: "it did not answer"}] * 3
@@ -114,7 +120,7 @@ def test_a_client_whose_answer_is_lost_does_not_advance(engine: str) -> None:
 
 
 @pytest.mark.fault(row=5)
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@every_engine
 def test_below_the_quorum_nothing_changes_and_the_run_can_go_on(engine: str) -> None:
     asked: list[int] = []
 
@@ -182,7 +188,7 @@ def with_inputs(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 @pytest.mark.fault(row=12)
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@every_engine
 def test_bad_pixels_cost_one_client(engine: str, tmp_path: Path) -> None:
     """They come up in the course of a run; data that are in memory are looked at before."""
     made, trap = fragile_plan(engine, tmp_path, "nan")
@@ -196,7 +202,7 @@ def test_bad_pixels_cost_one_client(engine: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(row=14)
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@every_engine
 def test_a_client_that_diverges_leaves_the_others_alone(engine: str) -> None:
     plan = chaos.plan(engine, data=with_inputs(lambda x: x * 1e200))
     run = tiny.play(plan)
@@ -206,7 +212,7 @@ def test_a_client_that_diverges_leaves_the_others_alone(engine: str) -> None:
 
 
 @pytest.mark.fault(row=13)
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@every_engine
 def test_clients_with_one_example_a_trailing_one_or_constant_inputs_are_no_fault(engine: str) -> None:
     data = chaos.federation((1, 5, 9, 8, 8, 8, 8, 8, 8, 8))
     data = replace(data, x=torch.where(torch.arange(len(data.x))[:, None, None, None] < 6, 0.5, data.x))
@@ -236,8 +242,9 @@ class Full(io.StringIO):
 
 
 @pytest.mark.fault(row=30)
-def test_an_observer_that_fails_warns_once_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = chaos.plan("sequential", "fedbn")
+@every_engine
+def test_an_observer_that_fails_warns_once_and_changes_nothing(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = chaos.plan(engine, "fedbn")
     reference = tiny.fingerprint(tiny.play(plan))
     run = Run(plan, Store())
     with watching(3, stream=Full()) as tell:
