@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -182,7 +183,21 @@ def test_what_cannot_be_drawn_is_told() -> None:
     assert str(caught.value) == "fixbn.tI has no run yet to draw; play it with: fednorm reproduce fixbn.tI"
     statistics = find_study("fedwon.f2")
     text = picture_text(statistics, measured(statistics), Path("unused"), quick=False)
-    assert text.startswith("no picture: fedwon.f2 shows the running statistics of single clients")
+    assert text == "no picture: fedwon.f2 shows statistics of single clients, which none of its runs kept; play it anew"
+
+
+def test_statistics_of_two_clients_are_drawn_channel_by_channel() -> None:
+    study = find_study("fedwon.f2")
+    kept = {"4": {"running_mean": [[3.0, 1.0, 2.0], [0.3, 0.1, 0.2]]}}
+    played = [
+        replace(each, records=tuple(replace(record, statistics=kept) for record in each.records))
+        for each in measured(study)
+        if each.cell.method == "fedbn"
+    ]
+    (axis,) = make_figure(study, played).axes
+    assert axis.get_title() == "fedbn, norm 4, running_mean"
+    # In the order of the first client's.
+    assert [list(line.get_ydata()) for line in axis.get_lines()] == [[1.0, 2.0, 3.0], [0.1, 0.2, 0.3]]
 
 
 @pytest.fixture(scope="module")

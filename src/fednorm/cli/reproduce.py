@@ -96,12 +96,13 @@ def reproduce(
         named = methods.replace(" ", "").split(",") if methods else []
         cells = study.cells(quick=quick, methods=named, variants=variants)
         if not show:
+            from fednorm.studies.client_statistics import look_of
             from fednorm.studies.playing import play_runs, wanted_runs
 
             runs = [run for run in wanted_runs(cells, chosen) if not place.has(*run)]
             _warn_of_time(study, place, runs, quick)
             with _stops():
-                play_runs(runs, place, _watched(quiet, json))
+                play_runs(runs, place, _watched(quiet, json), look=look_of(study.recipe))
         _print_study(study, measured(cells, place.library, chosen), quick, json, work)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class Record:
     """name of each client's domain; empty where data have none"""
     environment: Mapping[str, Any]
     """versions, commit, hardware, command"""
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    """running statistics of some clients, where a figure shows them"""
 
     @property
     def seed(self) -> int:
@@ -128,13 +130,14 @@ def make_record(
     rows: Iterable[RoundRow],
     client_domains: Sequence[str],
     environment: Mapping[str, Any],
+    statistics: Mapping[str, Any] | None = None,
 ) -> Record:
     """What is kept of a run that was played to its end: of its rounds, those that were scored."""
     listed = list(rows)
     scored = [row for row in listed if "eval" in row]
     losses = {"round": [row["round"] for row in scored], "loss": [row["train_loss"] for row in scored]}
     probes = _probe_rows(config.eval.probes, listed, {row["round"] for row in scored})
-    return Record(key_of(config), to_dict(config), run, losses, probes, client_domains, environment)
+    return Record(key_of(config), to_dict(config), run, losses, probes, client_domains, environment, statistics or {})
 
 
 def _probe_rows(names: Sequence[str], rows: Sequence[RoundRow], scored: set[int]) -> list[dict[str, Any]]:

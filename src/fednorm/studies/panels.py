@@ -190,11 +190,26 @@ def _losses(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
 
 
 def statistic_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
-    """Channel by channel, the statistics of two clients: results do not keep them."""
-    raise ConfigError(
-        f"{study.id} shows the running statistics of single clients, which results do not keep; "
-        "look into the folder of its run with `fednorm export`"
-    )
+    """Channel by channel, the running statistics of some clients of the first seed, where they have their own."""
+    kept = [(each.cell.method, each.records[0]) for each in results if each.records[0].statistics]
+    if not kept:
+        raise ConfigError(f"{study.id} shows statistics of single clients, which none of its runs kept; play it anew")
+    return [
+        Panel(f"{method}, norm {layer}, {part}", lambda axis, v=values, r=record: _channels(axis, study, r, v), False)
+        for method, record in kept
+        for layer, parts in record.statistics.items()
+        for part, values in parts.items()
+    ]
+
+
+def _channels(axis: Axes, study: Study, record: Record, values: Sequence[Sequence[float]]) -> None:
+    """One line a client; channels in the order of the first client's, since their numbers mean nothing."""
+    order = sorted(range(len(values[0])), key=values[0].__getitem__)
+    for number, (client, own) in enumerate(zip(study.recipe.figure["clients"], values, strict=True)):
+        name = record.client_domains[client] if record.client_domains else f"client {client}"
+        size = {"linewidth": 1.6, "zorder": 3} if number == 0 else {"linewidth": 0.5}
+        axis.plot([own[at] for at in order], color=COLOURS[number % len(COLOURS)], label=name, **size)
+    axis.set_xlabel("channel, sorted by the first client")
 
 
 KINDS: Mapping[str, Kind] = {

@@ -24,6 +24,7 @@ from fednorm.running.in_processes import play_in_processes
 from fednorm.running.records import OnRow, RoundRow, RunId
 from fednorm.running.stopping import Stop
 from fednorm.running.store import Store
+from fednorm.studies.client_statistics import Look, client_statistics
 from fednorm.studies.library import Library, Record, key_of, make_record
 from fednorm.studies.study import StudyCell
 
@@ -76,7 +77,11 @@ def wanted_runs(cells: Iterable[StudyCell], seeds: Sequence[int]) -> list[tuple[
 
 
 def play_runs(
-    runs: Iterable[tuple[RunConfig, int]], place: Place, watched: Watched, deadline: float = float("inf")
+    runs: Iterable[tuple[RunConfig, int]],
+    place: Place,
+    watched: Watched,
+    deadline: float = float("inf"),
+    look: Look | None = None,
 ) -> bool:
     """Play the runs that were not played before; whether all came to their end before the deadline.
 
@@ -95,7 +100,7 @@ def play_runs(
                 _play(pending, place, _until(deadline, tell))
         for cell in together:
             if cell.is_done:
-                place.library.save(_kept(cell))
+                place.library.save(_kept(cell, look))
         if not all(cell.is_done for cell in together):
             return False
     return True
@@ -134,13 +139,20 @@ def _until(deadline: float, tell: OnRow) -> OnRow:
     return watch
 
 
-def _kept(cell: Cell) -> Record:
+def _kept(cell: Cell, look: Look | None) -> Record:
     """What the library keeps of a run in its folder."""
-    domains = domains_of_clients(cell.plan().federation)
+    plan = cell.plan()
     stored = read_json(cell.folder.path / "env.json")
     environment = {key: stored.get(key) for key in _TOLD} | {"command": plain_command(sys.argv[1:])}
     with closing(Store(cell.folder.state)) as store:
-        return make_record(updated(cell.config, {"data.dir": None}), cell.result(), store.rows(), domains, environment)
+        return make_record(
+            updated(cell.config, {"data.dir": None}),
+            cell.result(),
+            store.rows(),
+            domains_of_clients(plan.federation),
+            environment,
+            client_statistics(plan, store, look) if look else {},
+        )
 
 
 def plain_command(arguments: Iterable[str]) -> str:
