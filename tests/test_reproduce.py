@@ -111,6 +111,14 @@ def test_statistics_that_a_figure_shows_are_kept_where_clients_have_their_own(tm
     assert first != second
 
 
+def test_a_study_without_its_data_leaves_nothing_behind(tmp_path: Path) -> None:
+    places = ("--results", tmp_path / "results", "--work", tmp_path / "work", "--data-dir", tmp_path)
+    done = fednorm("reproduce", "fixbn.tH", *places)
+    assert done.code == 2
+    assert "cifar10 was not found in" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_takes_too_long_is_not_begun(tmp_path: Path) -> None:
     said: list[str] = []
     assert play_next([study("fedavg")], place(tmp_path), 0.01, unwatched, said.append) == 0

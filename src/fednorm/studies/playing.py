@@ -89,6 +89,8 @@ def play_runs(
     """
     missing = [place.settled(config, seed) for config, seed in runs if not place.has(config, seed)]
     for together in _batches([place.cell(config) for config in missing]):
+        for cell in {cell.id.method: cell for cell in reversed(together)}.values():
+            cell.plan()  # what can be refused is refused before anything is written
         for cell in together:
             expected = stored_config(cell.config, cell.objects)
             if not cell.folder.config.exists():
