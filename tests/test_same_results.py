@@ -27,9 +27,9 @@ TINY = ("--rounds", "3", "--local-steps", "1", "--model", "mlp_bn(width=16)", "-
 
 
 def numbers(result: Any) -> Any:
-    """A result without what a clock measured and what it ran on."""
+    """A result without what a clock measured, what it ran on, and what is in its file alone."""
     if isinstance(result, dict):
-        aside = {"seconds", "ran", "folder", "picture"}
+        aside = {"seconds", "ran", "folder", "picture", "made_from", "sha256"}
         return {key: numbers(value) for key, value in result.items() if key not in aside}
     return [numbers(each) for each in result] if isinstance(result, list) else result
 

@@ -41,12 +41,16 @@ def most_bytes(packed: int) -> int:
 
 def refuse_above(path: Path, size: int, packed: int) -> None:
     """Refuse what would become more than its file may; `size` may be the first byte too many."""
-    most = most_bytes(packed)
-    if size > most:
-        raise ConfigError(
-            f"'{path}' has {packed:,} bytes and would become more than {most:,}, which data do not; "
-            f"if you trust it, set {VARIABLE} to the gigabytes it may take"
-        )
+    if size > most_bytes(packed):
+        raise too_large(path, packed)
+
+
+def too_large(path: Path, packed: int) -> ConfigError:
+    """The error for a file of so many bytes that would become more than it may."""
+    return ConfigError(
+        f"'{path}' has {packed:,} bytes and would become more than {most_bytes(packed):,}, which data do not; "
+        f"if you trust it, set {VARIABLE} to the gigabytes it may take"
+    )
 
 
 class _Decompressor(Protocol):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fednorm.core import rng
-from fednorm.data.bounds import most_bytes, unpacked
+from fednorm.data.bounds import most_bytes, too_large, unpacked
 from fednorm.data.image_set import ImageSet, resize
 from fednorm.data.readers.forms import Form, below, damaged, lines_of
 from fednorm.data.readers.idx import DIGITS
 from fednorm.data.readers.images import read_class_tree, read_images
-from fednorm.data.readers.matlab import read_matlab
+from fednorm.data.readers.matlab import TooLarge, read_matlab
 from fednorm.data.readers.packed import grey, labels, read_archive, unpack
 from fednorm.data.registry import DIGIT_DOMAINS
 from fednorm.errors import first_line
@@ -55,6 +55,8 @@ def read_mat(path: Path) -> tuple[Tensor, Tensor]:
     try:
         content = read_matlab(path, ("X", "y"), most_bytes(path.stat().st_size))
         images, codes = content["X"], content["y"].reshape(-1)
+    except TooLarge as part:
+        raise too_large(path, path.stat().st_size) from part
     except (ValueError, KeyError, OSError) as error:
         raise damaged(path, f"not a MATLAB file with X and y ({first_line(error)})") from error
     if images.dtype != np.uint8 or images.ndim != 4 or codes.dtype.kind not in "uif" or len(codes) != images.shape[3]:

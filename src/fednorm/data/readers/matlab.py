@@ -23,10 +23,14 @@ _CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13
 _COMPLEX = 0x0800
 
 
+class TooLarge(Exception):
+    """A part of a file becomes more than it may: `args` has bytes of it."""
+
+
 def read_matlab(path: Path, names: Collection[str], most: int) -> dict[str, np.ndarray]:
     """The matrices of these names that a file holds; a `ValueError` where it is not what it says.
 
-    None of its parts may become more than `most` bytes.
+    A part of it that becomes more than `most` bytes is `TooLarge`.
     """
     data = memoryview(path.read_bytes())
     order = {b"IM": "<", b"MI": ">"}.get(bytes(data[126:128]))
@@ -64,7 +68,7 @@ def _inflated(content: memoryview, order: str, most: int) -> tuple[int, memoryvi
     except zlib.error as error:
         raise ValueError(str(error)) from None
     if len(data) > most:
-        raise ValueError(f"a part of it becomes more than {most:,} bytes")
+        raise TooLarge(len(data))
     if not stream.eof:
         raise ValueError("the end of a compressed part is missing")
     inner = next(_elements(memoryview(data), order), None)
