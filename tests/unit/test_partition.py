@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fednorm.data.partition import PARTITIONS, largest_remainder, partition
+from fednorm.data.partition import PARTITIONS, find_partition, largest_remainder, partition
 from fednorm.data.summary import summary, table
 from fednorm.errors import ConfigError
 
@@ -290,3 +290,9 @@ def test_long_tables_are_cut_and_say_so():
 def test_tables_of_many_classes_count_the_classes_held():
     labels = np.repeat(np.arange(200), 10)
     assert "40 of 200" in table(summary(partition("shards", labels, 10, 0), labels, 200))
+
+
+def test_options_of_an_inner_partition_are_looked_at_before_there_is_data():
+    with pytest.raises(ConfigError) as refusal:
+        find_partition("feature_shift", {"inner": "shards", "alpha": 0.1})
+    assert str(refusal.value) == "option of partition 'shards' 'alpha' is not known; known: classes_per_client."

@@ -62,6 +62,10 @@ def test_weights_do_not_count_pixels_that_are_ignored() -> None:
     assert float(task.loss(output, y)) == pytest.approx(math.log(2))
 
 
+def test_a_loss_is_told_by_its_settings_alone() -> None:
+    assert repr(CrossEntropy((0.5, 2.0))) == "CrossEntropy(weights=(0.5, 2.0), smoothing=0.0, device='cpu')"
+
+
 def test_classification_by_hand() -> None:
     """Labels 0 0 0 2 2, answers 0 0 1 2 0: two of three, none of none, one of two."""
     output = torch.eye(4).double()[torch.tensor([0, 0, 1, 2, 0])] * 100
