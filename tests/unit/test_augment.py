@@ -125,6 +125,10 @@ def test_same_key_same_bits_other_key_other_bits():
     assert not torch.equal(first, other)
 
 
+def test_what_is_not_told_has_a_default():
+    assert str(parse("flip+rotate")) == "flip(0.5)+rotate(30)"
+
+
 def test_none_returns_the_input_itself():
     x = images()
     assert augment(x, rng.key(0), "none") is x

@@ -76,6 +76,17 @@ def test_classification_by_hand() -> None:
     assert found["loss"] == pytest.approx(2 * 100 / 5)
 
 
+def test_segmentation_by_hand() -> None:
+    """Labels 0 0 1 1 and one ignored, answers 0 1 1 1 0: one of two, two of three, a class that nobody has or says."""
+    output = torch.eye(3).double()[torch.tensor([[0, 1, 1, 1, 0]])].movedim(-1, 1) * 100
+    sums = Segmentation(3).score(output, torch.tensor([[0, 0, 1, 1, 255]]))
+    found = Segmentation(3).summary(sums)
+    assert found["per_class"] == [pytest.approx(50.0), pytest.approx(200 / 3), None]
+    assert found["miou"] == pytest.approx((50 + 200 / 3) / 2)
+    assert found["pixel_accuracy"] == pytest.approx(75.0)
+    assert found["loss"] == pytest.approx(100 / 4)
+
+
 def test_tasks_are_equal_if_they_do_the_same() -> None:
     made = [make_task("classification(weights=0.2/0.8)", 2) for _ in range(2)]
     assert made[0] == made[1] != make_task("classification(weights=0.3/0.7)", 2)
