@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,11 @@ def note(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def copies(count: int) -> list[Path]:
+def copies(what: str, count: int) -> list[Path]:
     """Fresh copies of what git knows of the working tree: the tree itself is never touched."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout.split("\0")  # noqa: S603
-    trees = [WORK / f"tree-{number}" for number in range(count)]
+    trees = [WORK / f"{what}-{number}" for number in range(count)]
     for tree in trees:
         shutil.rmtree(tree, ignore_errors=True)
         for name in (each for each in listed if (ROOT / each).is_file()):
@@ -106,7 +108,7 @@ def make_map(files: Sequence[str], jobs: int) -> None:
 
         return start
 
-    side_by_side(copies(jobs), (begin(name) for name in wanted if known.get(name) != sha(name)))
+    side_by_side(copies("map", jobs), (begin(name) for name in wanted if known.get(name) != sha(name)))
 
 
 def read_map() -> dict[str, dict[str, float]]:
@@ -122,9 +124,19 @@ def read_map() -> dict[str, dict[str, float]]:
 
 
 def related(mutant: Mutant, tests: dict[str, dict[str, float]], seconds: float) -> list[str]:
-    """Tests that run the function of a mutant, the quickest first, as many as fit into some seconds."""
+    """Tests that run the function of a mutant, the quickest first, as many as fit into some seconds.
+
+    What is in no function, such as a default or a table, is the business of all who run something of the file, or of
+    those that import it.
+    """
     name = mutant.file.removeprefix(f"{SOURCE}/")
-    own = tests.get(f"{name}::{mutant.function}") or tests.get(f"{name}::{MODULE}", {})
+    own = tests.get(f"{name}::{mutant.function}", {})
+    if mutant.function == MODULE or not own:
+        own = {
+            test: seconds
+            for file in (name, *importers(name))
+            for test, seconds in tests.get(f"{file}::{MODULE}", {}).items()
+        }
     chosen, total = [], 0.0
     for test in sorted(own, key=lambda each: own[each]):
         if total + own[test] > seconds and len(chosen) >= 3:
@@ -132,6 +144,14 @@ def related(mutant: Mutant, tests: dict[str, dict[str, float]], seconds: float) 
         chosen.append(test)
         total += own[test]
     return chosen
+
+
+@cache
+def importers(name: str) -> list[str]:
+    """Files of the package that import one of them."""
+    module = re.compile(rf"\bfednorm\.{name.removesuffix('.py').replace('/', '.')}\b")
+    files = sorted((ROOT / SOURCE).rglob("*.py"))
+    return [str(file.relative_to(ROOT / SOURCE)) for file in files if module.search(file.read_text())]
 
 
 def draw(rooms: Sequence[str], number: int, seed: int) -> list[Mutant]:
@@ -177,7 +197,7 @@ def run(drawn: Sequence[Mutant], jobs: int, seconds: float, limit: float, again:
 
         return start
 
-    side_by_side(copies(jobs), (begin(mutant) for mutant in left))
+    side_by_side(copies("run", jobs), (begin(mutant) for mutant in left))
 
 
 def rewrite(path: Path, content: bytes) -> None:
