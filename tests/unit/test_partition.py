@@ -66,6 +66,13 @@ def test_clients_of_a_size_share_rows_once_there_are_too_few():
     assert 400 < len(np.unique(rows)) <= 600
 
 
+def test_a_client_of_one_example_is_no_reason_to_draw_again():
+    labels = np.repeat([0, 1], 6)
+    least = {min(len(part) for part in partition("dir_class", labels, 4, seed, alpha=0.5)) for seed in range(20)}
+    assert min(least) == 1
+    assert {min(map(len, partition("dir_class", labels, 4, seed, min_size=2))) for seed in range(20)} <= {2, 3}
+
+
 @given(seed=st.integers(0, 2**40), num_clients=st.integers(1, 20))
 def test_unequal_shards_use_all_whole_shards(seed, num_clients):
     labels = labels_of(seed, 1037, 10)
