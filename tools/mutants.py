@@ -38,6 +38,12 @@ SOURCE = "src/fednorm"
 ROOMS = ("core", "pieces", "layers", "methods", "halves", "running/store.py", "engines", "scoring", "data")
 ASIDE = ("engines/stack/kernels/",)
 """Kernels run on a GPU or in Triton's interpreter; tests/test_kernels.py is theirs."""
+ELSEWHERE = {
+    "engines/ranks.py": "tests/test_ranks.py",
+    "engines/workers.py": "tests/test_workers.py",
+    "engines/worker_messages.py": "tests/test_workers.py",
+}
+"""What runs in processes that tests start, where the map does not see it."""
 Task = tuple[Path, Playing, Callable[[int | None, float], None]]
 
 
@@ -113,13 +119,13 @@ def make_map(files: Sequence[str], jobs: int) -> None:
 
 def read_map() -> dict[str, dict[str, float]]:
     """The tests of each function, and of each file as `FILE::<module>`, with their seconds."""
-    newest = {row["file"]: row["tests"] for row in lines(WORK / "map.jsonl")}
+    newest = {test: seen for row in lines(WORK / "map.jsonl") for test, seen in row["tests"].items()}
     found: dict[str, dict[str, float]] = {}
-    for tests in newest.values():
-        for test, (seconds, functions) in tests.items():
-            for function in functions:
-                for place in (function, f"{function.split('::')[0]}::{MODULE}"):
-                    found.setdefault(place, {})[test] = seconds
+    for test, (seconds, functions) in newest.items():
+        away = [f"{name}::{MODULE}" for name, file in ELSEWHERE.items() if test.startswith(f"{file}::")]
+        for function in [*functions, *away]:
+            for place in (function, f"{function.split('::')[0]}::{MODULE}"):
+                found.setdefault(place, {})[test] = seconds
     return found
 
 
@@ -131,7 +137,7 @@ def related(mutant: Mutant, tests: dict[str, dict[str, float]], seconds: float) 
     """
     name = mutant.file.removeprefix(f"{SOURCE}/")
     own = tests.get(f"{name}::{mutant.function}", {})
-    if mutant.function == MODULE or not own:
+    if mutant.function == MODULE or name in ELSEWHERE or not own:
         own = {
             test: seconds
             for file in (name, *importers(name))
