@@ -35,6 +35,7 @@ from mutations import MODULE, Mutant, mutants
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".mutants"
 SOURCE = "src/fednorm"
+VERDICTS = ROOT / "tests/mutants.toml"
 ROOMS = ("core", "pieces", "layers", "methods", "halves", "running/store.py", "engines", "scoring", "data")
 ASIDE = ("engines/stack/kernels/",)
 """Kernels run on a GPU or in Triton's interpreter; tests/test_kernels.py is theirs."""
@@ -179,7 +180,8 @@ def run(drawn: Sequence[Mutant], jobs: int, seconds: float, limit: float, again:
     """Try mutants that were not tried yet; or, again, those that have survived."""
     tests, results = read_map(), WORK / "results.jsonl"
     before = {row["id"]: row["outcome"] for row in lines(results)}
-    left = [m for m in drawn if (before.get(m.id) in ("survived", "no test") if again else m.id not in before)]
+    open_ones = {id for id, outcome in before.items() if outcome in ("survived", "no test")} - verdicts().keys()
+    left = [m for m in drawn if (m.id in open_ones if again else m.id not in before)]
     print(f"{len(left)} of {len(drawn)} mutants to try", flush=True)
 
     def begin(mutant: Mutant) -> Callable[[Path], Task]:
@@ -212,23 +214,27 @@ def rewrite(path: Path, content: bytes) -> None:
     Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
 
+def verdicts() -> dict[str, str]:
+    """What was found out about survivors, by hand."""
+    return {each["id"]: each["verdict"] for each in tomllib.loads(VERDICTS.read_text())["survivor"]}
+
+
 def show(drawn: Sequence[Mutant]) -> int:
     """Outcomes by room, and survivors without a verdict; 1 if there are such."""
-    known = tomllib.loads((ROOT / "tests/mutants.toml").read_text()) if (ROOT / "tests/mutants.toml").exists() else {}
-    verdicts = {each["id"]: each["verdict"] for each in known.get("survivor", [])}
+    settled = verdicts()
     newest = {row["id"]: row for row in lines(WORK / "results.jsonl")}
     rows = [newest[each.id] for each in drawn if each.id in newest]
     table: dict[str, Counter[str]] = {}
     for row in rows:
         survived = row["outcome"] in ("survived", "no test")
-        outcome = verdicts.get(row["id"], row["outcome"]) if survived else row["outcome"]
+        outcome = settled.get(row["id"], row["outcome"]) if survived else row["outcome"]
         for name in (row["file"].removeprefix(f"{SOURCE}/").split("/")[0], "all"):
             table.setdefault(name, Counter())[outcome] += 1
     for name, counts in sorted(table.items()):
         caught = sum(count for outcome, count in counts.items() if outcome in ("killed", "timeout", "tested"))
         real = sum(counts.values()) - counts["equivalent"]
         print(f"{name:10} {caught} of {real} noticed ({100 * caught / max(1, real):.0f} %)  {dict(counts)}")
-    open_ones = [row for row in rows if row["outcome"] in ("survived", "no test") and row["id"] not in verdicts]
+    open_ones = [row for row in rows if row["outcome"] in ("survived", "no test") and row["id"] not in settled]
     for row in open_ones:
         print(f"{row['outcome']} {row['tests']} tests, {row['file']}:{row['line']}\n  {row['id']}")
     return int(bool(open_ones))
