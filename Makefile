@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 TRITON := .triton
 TRITON_READY := $(TRITON)/.ready
 
-.PHONY: help demo test test-quick test-kernels mutants lint format docs clean
+.PHONY: help demo test test-quick test-kernels mutants lint format docs audit sbom lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,15 @@ docs: $(READY)  ## write the generated pages of docs/
 	$(BIN)/python tools/make_records_page.py
 	$(BIN)/python tools/make_settings_page.py
 	$(BIN)/python tools/make_api_page.py
+	$(BIN)/python tools/make_results_page.py
+	$(BIN)/python tools/make_reliability_page.py
+
+audit: $(READY)  ## known holes of what the locks pin; needs a source of advisories
+	$(BIN)/python -m pip install --quiet pip-audit
+	$(BIN)/python tools/audit.py
+
+sbom: $(READY)  ## dist/sbom.json: what the locks pin, as CycloneDX, to go with a release
+	$(BIN)/python tools/make_sbom.py
 
 lock: $(READY)  ## write locks/ anew, with the hashes of what constraints.txt pins
 	$(BIN)/python -m pip install --quiet uv

@@ -29,7 +29,10 @@ from fednorm.running.api import run
 SIZES = (7, 14, 9, 3, 8)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("fedavg", {"engine__name": "auto"}),
-    "sampled": ("fedbn", {"clients_per_round": 3, "eval__probes": ("grad-norm",)}),
+    "sampled": (
+        "fedbn",
+        {"clients_per_round": 3, "eval__probes": ("grad-norm", "batch-shift", "global-shift", "client-spread")},
+    ),
     "one-at-a-time": ("fedbn+local-momentum", {"clients_per_round": 1, "engine__checkpoint_every": 3}),
     "stages": ("fixbn+global-momentum", {"train__local_steps": None, "train__local_epochs": 1}),
     "by-loss": ("fedbs", {}),

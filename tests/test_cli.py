@@ -210,7 +210,7 @@ def test_one_method_in_full() -> None:
     shown = fednorm("methods", "hbn").out
     assert "surgery: to hybrid BN" in shown
     assert "before every test, query" in shown
-    assert "recorded moments (ema=0.002, first=1.0): statistic" in shown
+    assert "recorded moments (ema=0.002, first=0.002): statistic" in shown
     refused = fednorm("methods", "fixbm")
     assert (refused.code, "did you mean 'fixbn'" in refused.err) == (2, True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from pathlib import Path
 
@@ -117,11 +118,12 @@ def test_divergence_and_quorum_have_their_own_codes(tmp_path: Path) -> None:
     assert "0 of 5 updates usable in round 1" in short.err
 
 
+@pytest.mark.fault(row=20)
 def test_a_busy_folder_is_left_alone(fedbn: Path) -> None:
     with RunFolder(fedbn).locked():
         done = fednorm("resume", fedbn)
     assert done.code == 6
-    assert "is in use by process" in done.err
+    assert done.err == (f"error: '{fedbn}' is in use by process {os.getpid()}; wait for it or choose another folder\n")
 
 
 @pytest.fixture

@@ -61,6 +61,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.json["runs"][0]["digest"]
 
 
+@pytest.mark.fault(row=18)
+@pytest.mark.fault(row=20)
 def test_kill_and_resume_give_the_same_bits(tmp_path: Path, whole: str) -> None:
     with running("run", *LONG, "--out", "run", cwd=tmp_path) as process:
         wait_for_rounds(process, tmp_path / "run", 3)
@@ -75,6 +77,7 @@ def test_kill_and_resume_give_the_same_bits(tmp_path: Path, whole: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.fault(row=19)
 def test_a_signal_stops_between_rounds_and_says_how_to_go_on(
     number: signal.Signals, code: int, tmp_path: Path, whole: str
 ) -> None:
@@ -106,6 +109,7 @@ def test_a_killed_comparison_leaves_no_worker_behind(tmp_path: Path) -> None:
     assert [run["rounds_done"] for run in done.json["runs"]] == [80, 80]
 
 
+@pytest.mark.fault(row=19)
 def test_ctrl_c_ends_all_workers_of_a_comparison(tmp_path: Path) -> None:
     with running("compare", "fedavg", "fedbn", *LONG[:-2], "--jobs", "2", "--out", "both", cwd=tmp_path) as process:
         wait_for_rounds(process, tmp_path / "both" / "fedavg-seed0", 2)

@@ -259,3 +259,13 @@ def test_a_negative_variance_is_refused_on_the_device_too(engine: str) -> None:
     assert isinstance(run.server.held, StackSlot) == (engine == "stacked")
     with pytest.raises(DivergedError, match="negative"):
         list(run.rounds())
+
+
+def test_scoring_often_leaves_no_program_and_changes_no_bit() -> None:
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 12, "train__local_steps": 1}
+    often, seldom = (on_device("fedbn", eval__every=every, **changes) for every in (1, 12))
+    assert sum("eval" in row for row in often.store.rows()) == 12
+    assert [len(stack_of(run)._programs) for run in (often, seldom)] == [1, 1]
+    assert not stack_of(often).refused
+    assert tiny.fingerprint(often)["server"] == tiny.fingerprint(seldom)["server"]
+    assert tiny.fingerprint(often)["clients"] == tiny.fingerprint(seldom)["clients"]

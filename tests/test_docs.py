@@ -73,7 +73,14 @@ def test_the_records_page_is_current() -> None:
     assert (DOCS / "records.md").read_text() == tool.page(), "run `make docs`"
 
 
-@pytest.mark.parametrize(("tool", "name"), [("make_settings_page", "settings.md"), ("make_api_page", "python_api.md")])
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [
+        ("make_settings_page", "settings.md"),
+        ("make_api_page", "python_api.md"),
+        ("make_reliability_page", "reliability.md"),
+    ],
+)
 def test_the_pages_of_settings_and_names_are_current(tool: str, name: str) -> None:
     assert (DOCS / name).read_text() == load_file(ROOT / "tools" / f"{tool}.py").page(), "run `make docs`"
 

@@ -41,6 +41,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.fault(row=17)
 @pytest.mark.parametrize("name", ["result.json", "metrics.jsonl"])
 def test_a_text_file_of_a_run(ended: Path, name: str) -> None:
     before = (ended / name).read_text()
@@ -61,6 +62,7 @@ def test_a_text_file_of_a_run(ended: Path, name: str) -> None:
     assert fednorm("resume", ended, "--quiet").code == 0
 
 
+@pytest.mark.fault(row=17)
 def test_the_config_of_a_run(ended: Path, tmp_path: Path) -> None:
     with files_up_to((ended / "config.json").stat().st_size - 1):
         done = fednorm("run", *TINY, "--out", tmp_path)
@@ -72,6 +74,7 @@ def test_the_config_of_a_run(ended: Path, tmp_path: Path) -> None:
 _BELOW_THE_MODEL = 40_000
 
 
+@pytest.mark.fault(row=17)
 def test_the_model(ended: Path) -> None:
     before = (ended / "model.safetensors").read_bytes()
     assert len(before) > _BELOW_THE_MODEL
@@ -81,6 +84,7 @@ def test_the_model(ended: Path) -> None:
     assert (ended / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.fault(row=17)
 def test_an_export(ended: Path, tmp_path: Path) -> None:
     target = tmp_path / "sub" / "model.safetensors"
     with files_up_to(_BELOW_THE_MODEL):
@@ -92,6 +96,7 @@ def test_an_export(ended: Path, tmp_path: Path) -> None:
     assert (misplaced.code, "choose another place" in misplaced.err) == (2, True)
 
 
+@pytest.mark.fault(row=17)
 def test_a_row_of_a_round(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     rows = [tiny.row(number) for number in (1, 2, 3)]

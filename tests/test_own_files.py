@@ -13,7 +13,9 @@ from safetensors import safe_open
 import fednorm as library
 from command import Outcome, fednorm
 from fednorm.errors import ConfigError
+from fednorm.files import read_json
 from fednorm.running.config import RunConfig, from_dict
+from fednorm.running.given import config_in
 from fednorm.running.own_files import settled_by_files
 from own_files import CLIENTS, image_folder, save_image, save_table, table_rows
 from test_cli_signals import running, wait_for_rounds
@@ -36,8 +38,7 @@ def of_table(path: Path) -> tuple[str, ...]:
 
 
 def stored(folder: Path) -> RunConfig:
-    values = json.loads((folder / "config.json").read_text())
-    return from_dict({key: value for key, value in values.items() if key not in ("given", "compare")})
+    return config_in(read_json(folder / "config.json"))
 
 
 def refused(*arguments: object) -> str:

@@ -13,6 +13,7 @@ import pytest
 from command import fednorm
 from fednorm.running.cells import Cell
 from fednorm.running.records import OnRow
+from fednorm.studies.client_statistics import Look
 from fednorm.studies.library import Library
 from fednorm.studies.playing import Place, play_runs, wanted_runs
 from fednorm.studies.published import Experiment, PublishedCell
@@ -95,6 +96,27 @@ def test_a_record_names_what_made_it_and_no_folder(tmp_path: Path) -> None:
     assert kept["environment"]["torch"]
     assert kept["run"]["curves"]["round"] == [2, 4]
     assert kept["train_loss"]["round"] == [2, 4]
+
+
+def test_statistics_that_a_figure_shows_are_kept_where_clients_have_their_own(tmp_path: Path) -> None:
+    look = Look(layers=(1,), clients=(0, 1))
+    assert play_runs(wanted_runs(study("fedavg", "fedbn").cells(), [0]), place(tmp_path), unwatched, look=look)
+    kept = {path.name: json.loads(path.read_text())["statistics"] for path in (tmp_path / "results").glob("*.json")}
+    shared, own = (kept[name] for name in sorted(kept))
+    assert shared == {}
+    first, second = own["1"]["running_mean"]
+    assert list(own) == ["1"]
+    assert set(own["1"]) == {"running_mean", "running_var"}
+    assert len(first) == len(second) > 1
+    assert first != second
+
+
+def test_a_study_without_its_data_leaves_nothing_behind(tmp_path: Path) -> None:
+    places = ("--results", tmp_path / "results", "--work", tmp_path / "work", "--data-dir", tmp_path)
+    done = fednorm("reproduce", "fixbn.tH", *places)
+    assert done.code == 2
+    assert "cifar10 was not found in" in done.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_takes_too_long_is_not_begun(tmp_path: Path) -> None:

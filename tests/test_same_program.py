@@ -169,6 +169,20 @@ def test_other_programs_have_their_own_stack() -> None:
     assert_as_alone(runs, rows_of(runs), settings)
 
 
+def test_methods_share_a_stack_until_they_part() -> None:
+    """Freezing is averaging up to its round; another has a phase behind the last round that it does not have."""
+    settings = [{"method": "fedavg"}, {"method": "fixbn(at=0.5)"}, {"seed": 1}, {"method": "posthoc"}]
+    runs = sharing([made(**each) for each in settings])
+    stack = stack_of(runs[0])
+    assert [stack_of(run) is stack for run in runs] == [True, True, True, False]
+    assert_as_alone(runs, rows_of(runs), settings)
+    assert {(str(each.phase.id), each.runs) for each in stack._programs.values()} == {
+        ("train.0.0", 3),
+        ("train.0.0", 2),
+        ("train.1.0", 1),
+    }
+
+
 @pytest.mark.parametrize("method", known_methods())
 def test_two_seeds_of_every_method_are_the_same_program(method: str) -> None:
     first, second = (tiny.plan(method, seed=seed, model=tiny.residual_net(seed), data=EQUAL) for seed in (0, 1))

@@ -23,20 +23,17 @@ def outcome(read: Callable[[], Any], expected: Any) -> tuple[str, str]:
     try:
         found = read()
     except FednormError as error:
-        return ("refused" if len(str(error).splitlines()) == 1 else "untyped"), type(error).__name__
+        return "refused", type(error).__name__
     except Exception as error:  # whatever else comes is what is looked for
         return "untyped", f"{type(error).__name__}: {error}"[:200]
     return ("read right" if found == expected else "silent"), ""
 
 
-def record(tool: str, command: str, counts: Mapping[str, Counter[str]], seconds: float) -> None:
-    """Put the counts of a tool, with what made them, in the place of those before."""
+def record(tool: str, command: str, counts: Mapping[str, Counter[str]]) -> None:
+    """Put the counts of some targets of a tool, with what made them, in the place of those before."""
     told = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
-    told[tool] = {
-        "command": command,
-        "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "sqlite": sqlite3.sqlite_version},
-        "seconds": round(seconds),
-        "counts": {target: dict(sorted(each.items())) for target, each in counts.items()},
-    }
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "sqlite": sqlite3.sqlite_version}
+    for target, found in counts.items():
+        made = {"command": command, "date": date.today().isoformat(), "versions": versions}
+        told.setdefault(tool, {})[target] = {**made, "cases": found.total(), "outcomes": dict(sorted(found.items()))}
     COUNTS.write_text(json.dumps(told, indent=2) + "\n")

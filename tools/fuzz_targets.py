@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 import fednorm
-from fednorm.core.expression import parse_term
+from fednorm.core.expression import parse_term, parse_terms
 from fednorm.core.report import Report
 from fednorm.core.state import model_state
 from fednorm.data.from_files.file_set import FileOptions
@@ -30,6 +30,7 @@ from fednorm.data.from_files.table import read_table
 from fednorm.data.partition import find_partition
 from fednorm.data.readers.digits import read_libsvm, read_mat
 from fednorm.data.readers.idx import read_idx
+from fednorm.data.readers.images import read_image
 from fednorm.data.readers.packed import read_archive
 from fednorm.errors import FednormError
 from fednorm.halves import wire
@@ -114,6 +115,16 @@ def _toml(folder: Path) -> Target:
     return Target([plain.encode(), small.encode()], _file(path, read), words)
 
 
+EXPRESSION_WORDS = [b"(", b")", b"+", b"=", b"'", b",", b"__", b"lambda", *NUMBERS]
+
+
+def _grammar(folder: Path) -> Target:
+    def read(data: bytes) -> Any:
+        return parse_terms(data.decode(errors="replace"), "method", "fixbn(at=0.5)")
+
+    return Target([b"fedprox(mu=0.01)+gn(groups=2)", b"a(b=[1, 'x'], c=None)+d", b"f(x=-1e-5)"], read, EXPRESSION_WORDS)
+
+
 def _expression(folder: Path) -> Target:
     seeds = [name.encode() for name in known_methods()]
     seeds += [b"fedprox(mu=0.01)+gn(groups=2)", b"dirichlet(alpha=0.1)", b"mlp_bn(width=16)", b"fixbn(at=0.5)"]
@@ -125,7 +136,7 @@ def _expression(folder: Path) -> Target:
             find_partition(term.name, term.options)
         return parse(text)
 
-    return Target(seeds, read, [b"(", b")", b"+", b"=", b"'", b",", b"__", b"lambda", *NUMBERS])
+    return Target(seeds, read, EXPRESSION_WORDS)
 
 
 def _net() -> nn.Module:
@@ -199,7 +210,7 @@ def _idx(folder: Path) -> Target:
         path.unlink(missing_ok=True)
         path.with_suffix(".gz").unlink(missing_ok=True)
         (path.with_suffix(".gz") if packed else path).write_bytes(data)
-        return read_idx(path)
+        return read_idx(path, 3)
 
     words = [b"\xff\xff\xff\xff", b"\x80\0\0\0", b"\x7f\xff\xff\xff"]
     return Target([plain, plain, gzip.compress(plain)], read, words)
@@ -252,6 +263,30 @@ def _libsvm(folder: Path) -> Target:
     return Target([line, b"1 1:-1\n2 2:1\n", bz2.compress(line)], read, [b":", b"nan", b"257:", *NUMBERS])
 
 
+def _image(folder: Path) -> Target:
+    from PIL import Image
+
+    path, seeds = folder / "a.png", []
+    picture = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+    for kind in ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM"):
+        buffer = io.BytesIO()
+        picture.save(buffer, kind)
+        seeds.append(buffer.getvalue())
+    return Target(seeds, _file(path, lambda: read_image(path, (8, 8))), [b"%!PS-Adobe", b"IDAT", b"\xff\xd8\xff"])
+
+
+def _parquet(folder: Path) -> Target:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = folder / "a.parquet"
+    table = pyarrow.table({"age": [31, 45, 28], "site": ["a", "b", "a"], "y": [0, 1, 1]})
+    pyarrow.parquet.write_table(table, path)
+    options = FileOptions(target="y", client="site")
+    read = _file(path, lambda: read_table(Source("table", path), options))
+    return Target([path.read_bytes()], read, [b"PAR1", b"\xff\xff\xff\xff", b"\0\0\0\0"])
+
+
 def _csv(folder: Path) -> Target:
     path = folder / "a.csv"
     text = b'age,sex,"name, full",site,y\n31,m,"a ""b""",1,0\n45,f,c,2,1\n28,m,c,1,1\n'
@@ -264,6 +299,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "config": _config,
     "result": _result,
     "toml": _toml,
+    "grammar": _grammar,
     "expression": _expression,
     "safetensors": _safetensors,
     "wire": _wire,
@@ -274,4 +310,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "mat": _mat,
     "libsvm": _libsvm,
     "csv": _csv,
+    "image": _image,
+    "parquet": _parquet,
 }

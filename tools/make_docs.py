@@ -30,6 +30,11 @@ Order of settings: defaults, then the TOML file of `--config`, then `--set`, the
 `--debug`, anywhere on the line, or the environment variable `FEDNORM_DEBUG=1` shows the traceback behind an error: of a
 model or a method of your own, where in your code it failed.
 
+Recipes, run folders and data may come from others. Code that they name runs with `--allow-code` alone, nothing is
+imported from the folder one is in unless `--use` or `--model` names it, links inside a run's folder are not followed,
+and what they say does nothing to a terminal. A file of data that would unpack to more than 256 MiB and a hundred times
+its own size is refused; the environment variable `FEDNORM_MAX_GB=8` allows 8 GB for each instead.
+
 `fednorm --install-completion` teaches your shell to complete commands, flags, and the names of methods, models, data
 sets, partitions and fields; `--show-completion` prints the script instead.
 

@@ -1,8 +1,8 @@
 """Write locks/: every version that constraints.txt pins, with the hashes of its files.
 
 `make lock` runs it. uv asks the package index for the hashes. torch has files of its own: the build for CPUs alone is
-no file of the index, and pip would prefer one whose hash the index tells. Its hash is that of the wheel in a folder that
-PIP_FIND_LINKS names; without one, locks/torch_cpu.txt stays as it is.
+no file of the index, and pip would prefer one whose hash the index tells. Its hash is that of the wheel in a folder
+that PIP_FIND_LINKS names; without one, locks/torch_cpu.txt stays as it is.
 """
 
 from __future__ import annotations

@@ -51,10 +51,21 @@ TAIL = """## What stays compatible
 - A field that is renamed, removed or gets another meaning makes a new version.
 - Files of the version before are opened, and upgraded in memory by `read_row` and `read_result` of
   `fednorm.running.records`. A newer version is refused by its number, with exit code 2.
-- `state.sqlite` has a version of its own and is read by the fednorm that wrote it.
+- `state.sqlite` has a version of its own: the version before is brought up when it is opened, a newer one refused.
 """
 ROW = ("RoundRow", "Scores", "ProtocolScores", "MetricFacts")
-RESULT = ("ResultFile", "RunResult", "Ran", "BestRound", "Peak", "Curves", "Bytes", "TableLine", "MeanOverSeeds")
+RESULT = (
+    "ResultFile",
+    "MadeFrom",
+    "RunResult",
+    "Ran",
+    "BestRound",
+    "Peak",
+    "Curves",
+    "Bytes",
+    "TableLine",
+    "MeanOverSeeds",
+)
 SHOWN = (*ROW, *RESULT)
 
 

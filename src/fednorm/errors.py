@@ -24,6 +24,10 @@ class UserCodeError(ConfigError):
     """Code that the user brought failed: a model, a loss, a part of a method. `__cause__` is what it raised."""
 
 
+class ExampleError(ConfigError):
+    """An example that was read in the course of a run cannot be used; the text names its client and its item."""
+
+
 class CheckpointError(FednormError):
     """A file that cannot be trusted or does not belong here."""
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from fednorm.errors import CheckpointError, ConfigError, DiskError, first_line
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 MOST_TEXT = 256 << 20
 """Bytes of a JSON or TOML file that are read: one of a run with a million clients is smaller."""
+_MOST_DEEP = 100
 _NO_PLACE = {
     errno.EACCES,
     errno.EPERM,
@@ -48,6 +50,12 @@ def draft_of(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
+def free_bytes(path: Path) -> str:
+    """How much its disk has left, for an error."""
+    there = next((each for each in (path, *path.parents) if each.exists()), Path())
+    return f"{shutil.disk_usage(there).free:,} bytes are free"
+
+
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn a full or refusing disk into one line and exit code 5, and a place that cannot be into exit code 2.
@@ -58,7 +66,10 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise DiskError(f"'{path}' cannot be written: {error.strerror}; free some space and resume") from error
+            full = f" ({free_bytes(path)})" if error.errno == errno.ENOSPC else ""
+            raise DiskError(
+                f"'{path}' cannot be written: {error.strerror}{full}; free some space and resume"
+            ) from error
         if error.errno in _NO_PLACE:
             raise ConfigError(f"'{path}' cannot be written: {error.strerror}; choose another place") from None
         raise
@@ -175,10 +186,25 @@ def write_json(path: Path, value: Any, indent: int = 2) -> None:
         draft.write_text(json_text(value, indent) + "\n", encoding="utf-8")
 
 
+def refuse_depth(value: Any) -> Any:
+    """The value itself, or a `RecursionError` where its tables and lists lie deeper in each other than in any file."""
+    level, depth = [value], 0
+    while level := [
+        inner
+        for each in level
+        for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        if isinstance(inner, dict | list)
+    ]:
+        depth += 1
+        if depth > _MOST_DEEP:
+            raise RecursionError
+    return value
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file that belongs to a run."""
     try:
-        return json.loads(read_bounded(path))
+        return refuse_depth(json.loads(read_bounded(path)))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"'{path.parent}' is not the folder of a run: it has no {path.name}") from None
     except OSError as error:

@@ -84,6 +84,22 @@ def test_a_part_is_taken_if_that_is_wanted_and_the_rest_is_named(tmp_path: Path)
             {"1.running_var": torch.full((4,), torch.nan, dtype=torch.float64)},
             "'1.running_var' holds numbers that are not finite; give another file",
         ),
+        (
+            {"1.running_var": torch.tensor([1.0, -0.25, 1.0, 1.0], dtype=torch.float64)},
+            "'1.running_var' is a variance and holds -0.25; give another file",
+        ),
+        (
+            {"1.num_batches_tracked": torch.tensor(5.5)},
+            "'1.num_batches_tracked' holds float32 numbers, expected int64; give a file with the model's own numbers",
+        ),
+        (
+            {"1.num_batches_tracked": torch.tensor(-1)},
+            "'1.num_batches_tracked' is a counter and holds -1; give another file",
+        ),
+        (
+            {"5.weight": torch.full((3, 16), torch.inf, dtype=torch.float64)},
+            "'5.weight' holds numbers that are not finite; give another file",
+        ),
     ],
 )
 @pytest.mark.parametrize("partial", [False, True])

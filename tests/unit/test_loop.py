@@ -278,7 +278,7 @@ def test_keyed_dropout_draws_anew_in_every_step_and_the_same_for_the_same_key() 
         ({"0.bias": torch.zeros(4)}, "client 7: '0.bias' has type torch.float32, expected torch.float64"),
         ({"0.bias": torch.full((4,), torch.nan).double()}, "client 7: '0.bias' is not finite"),
         ({"1.running_var": -torch.ones(4).double()}, "client 7: '1.running_var' is negative"),
-        ({"extra": torch.zeros(1)}, "client 7: 'extra' is not expected"),
+        ({"extra": torch.zeros(1)}, "client 7: 'extra' was not expected"),
     ],
 )
 def test_a_bad_update_is_refused_with_client_and_tensor(change: Tree, message: str) -> None:

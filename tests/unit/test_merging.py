@@ -15,7 +15,8 @@ from fednorm.core.report import Report
 from fednorm.core.state import Kind, Policy, Tree, digest, model_state
 from fednorm.errors import ConfigError
 from fednorm.halves import merging
-from fednorm.halves.merging import flaw, flaws, merge_updates
+from fednorm.halves.guard import flaw, flaws
+from fednorm.halves.merging import merge_updates
 from fednorm.halves.messages import Update
 from fednorm.halves.prepared import prepare
 from fednorm.halves.schema import keys_with
@@ -45,7 +46,7 @@ def test_a_good_update_has_no_flaw() -> None:
         ({"_1__running_mean": torch.tensor([0.0, torch.inf, 0.0])}, "'1.running_mean' is not finite"),
         ({"_1__running_var": torch.tensor([1.0, -1e-9, 1.0])}, "'1.running_var' is negative"),
         ({"_1__num_batches_tracked": torch.tensor(-1)}, "'1.num_batches_tracked' is negative"),
-        ({"_2__weight": torch.zeros(1)}, "'2.weight' is not expected"),
+        ({"_2__weight": torch.zeros(1)}, "'2.weight' was not expected"),
     ],
 )
 def test_flaws_name_the_tensor(changes: dict[str, torch.Tensor], message: str) -> None:
@@ -64,7 +65,7 @@ def test_a_negative_deviation_is_a_flaw_as_a_negative_variance_is() -> None:
 def test_among_many_updates_the_bad_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = an_update(1, _0__bias=torch.tensor([0.0, torch.nan, 0.0]))
     misfit = an_update(3, _2__weight=torch.zeros(1))
-    expected = [None, "'0.bias' is not finite", None, "'2.weight' is not expected"]
+    expected = [None, "'0.bias' is not finite", None, "'2.weight' was not expected"]
     for at_a_time in (merging.GROUP_SIZE, 1):
         monkeypatch.setattr(merging, "GROUP_SIZE", at_a_time)
         assert flaws([an_update(0), bad, an_update(2), misfit], SCHEMA) == expected

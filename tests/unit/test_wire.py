@@ -441,6 +441,7 @@ def tensor_list(**entries: Any) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+@pytest.mark.fault(row=26)
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -460,6 +461,7 @@ def test_bombs_are_refused(tensors: bytes) -> None:
         decode(bytes_with(split(SMALL)[0], tensors))
 
 
+@pytest.mark.fault(row=26)
 def test_limits_are_kept() -> None:
     size, header = len(SMALL), len(split(SMALL)[0])
     decode(SMALL, limits=Limits(max_bytes=size, max_header=header, max_entries=1))
@@ -538,6 +540,7 @@ def test_a_stream_cut_in_a_message_is_noticed(ends: tuple[socket.socket, socket.
     assert str(refusal.value) == "the stream ended in the middle of a message"
 
 
+@pytest.mark.fault(row=26)
 def test_too_long_a_message_is_not_read(ends: tuple[socket.socket, socket.socket]) -> None:
     here, there = ends
     here.sendall(b"\xff" * 8)

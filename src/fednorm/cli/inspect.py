@@ -36,12 +36,14 @@ def inspect(
     from fednorm.core.optimizers import MOMENTUM_SGD
     from fednorm.halves.prepared import prepare
     from fednorm.methods import parse
+    from fednorm.models.calling import refuse_given
     from fednorm.running.extensions import load
     from fednorm.views.describe_method import fedavg_bytes, method_facts
     from fednorm.views.describe_model import describe_model
 
     load(use)
     term = parse_term(model, "model", "resnet20(shortcut=B)")
+    refuse_given(term)
     parsed = parse(method)
     network = models.build(
         term.name, num_classes=num_classes, in_channels=in_channels, image_size=image_size, **term.options

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fednorm.cli.flags import Json, Quiet, option
-from fednorm.cli.output import Stopped, print_json, print_table, say
+from fednorm.cli.output import Stopped, echo, print_json, print_table, say
 from fednorm.cli.settings import read_seeds
 from fednorm.errors import ConfigError
 
@@ -96,13 +96,14 @@ def reproduce(
         named = methods.replace(" ", "").split(",") if methods else []
         cells = study.cells(quick=quick, methods=named, variants=variants)
         if not show:
+            from fednorm.studies.client_statistics import look_of
             from fednorm.studies.playing import play_runs, wanted_runs
 
             runs = [run for run in wanted_runs(cells, chosen) if not place.has(*run)]
             _warn_of_time(study, place, runs, quick)
             with _stops():
-                play_runs(runs, place, _watched(quiet, json))
-        _print_study(study, measured(cells, place.library, chosen), quick, json)
+                play_runs(runs, place, _watched(quiet, json), look=look_of(study.recipe))
+        _print_study(study, measured(cells, place.library, chosen), quick, json, work)
 
 
 def _print_list(place: Place, json: bool) -> None:
@@ -143,7 +144,7 @@ def _print_list(place: Place, json: bool) -> None:
         numbers=["cells"],
         spare=["data"],
     )
-    print()
+    echo()
     say("in the order in which `fednorm reproduce --next` plays them; `fednorm reproduce ID --quick` needs no data")
 
 
@@ -156,8 +157,8 @@ def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
     from fednorm.studies.study import all_studies
 
     with _stops():
-        played = play_next(all_studies(), place, minutes, _watched(quiet, json), lambda text: print(text, flush=True))
-    print(f"{played} runs played; results in {place.library.folder}")
+        played = play_next(all_studies(), place, minutes, _watched(quiet, json), lambda text: echo(text, flush=True))
+    echo(f"{played} runs played; results in {place.library.folder}")
 
 
 def _warn_of_time(study: Study, place: Place, runs: list[Any], quick: bool) -> None:
@@ -167,7 +168,7 @@ def _warn_of_time(study: Study, place: Place, runs: list[Any], quick: bool) -> N
 
         hours = sum(seconds_of(config, 1, on_gpu=False) for config, _ in runs) / 3600
         text = f"{study.id}: {len(runs)} runs, about {hours:,.0f} hours without a GPU; a small version: --quick"
-        print(text, file=sys.stderr)
+        echo(text, file=sys.stderr)
 
 
 def _watched(quiet: bool, json: bool) -> Watched:
@@ -189,15 +190,17 @@ def _stops() -> Iterator[None]:
         raise Stopped("stopped; the same command goes on from here", stop.exit_code) from None
 
 
-def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: bool) -> None:
+def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: bool, work: Path) -> None:
     from fednorm.studies.beside import COLUMNS, NUMBERS, sentences, table_rows, to_json
+    from fednorm.studies.figures import picture_text
 
     if json:
         print_json(to_json(study, results, quick))
         return
     say(f"{study.id}: {study.recipe.about}", indent="")
-    print()
+    echo()
     print_table(COLUMNS, table_rows(results, quick), numbers=NUMBERS, spare=["seeds", "best round"])
-    print()
+    echo()
     for text in sentences(study, results, quick):
         say(text)
+    say(picture_text(study, results, work, quick=quick))

@@ -10,6 +10,8 @@ from typing import Any
 from fednorm.errors import ConfigError
 
 NAME = r"[A-Za-z][A-Za-z0-9_.:/-]*"
+MOST = (1 << 63) - 1
+"""The largest whole number: what a tensor, a seed and a file of state can hold."""
 _TERM = re.compile(rf"\s*({NAME})\s*(?:\(([^()]*)\))?\s*")
 
 
@@ -65,6 +67,8 @@ def _options(term: str, text: str, example: str) -> dict[str, Any]:
         if key in options:
             raise ConfigError(f"'{term}' gives '{key}' twice; keep one")
         options[key] = literal(raw)
+        if isinstance(options[key], int) and abs(options[key]) > MOST:
+            raise ConfigError(f"'{term}' gives '{key}' a number of {len(raw)} digits; give a smaller one")
     return options
 
 

@@ -31,6 +31,8 @@ class Facts:
 
     entries: Mapping[str, Entry]
     head: frozenset[str]
+    momenta: Mapping[str, float] = FrozenDict()
+    """share of a batch in the running statistics, by layer, of batch norms that keep a moving average"""
 
 
 Penalty = Callable[[Carry, Numbers], Tensor]

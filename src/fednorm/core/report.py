@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fednorm.core.reductions import wide_device
 
+LOSSES = ("all", "last_epoch", "last_batch")
+"""The means of its training loss that a client reports."""
+
 
 @dataclass(frozen=True)
 class Report:

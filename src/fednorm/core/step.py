@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fednorm.core.probe import Probe
 from fednorm.core.state import Kind, Tree, is_batch_norm
 from fednorm.core.task import AnyTask
 
@@ -59,19 +60,6 @@ class Seen(NamedTuple):
 
 
 Step = Callable[[Carry, Batch, "Numbers"], tuple[Carry, Seen]]
-
-See = Callable[[Tree, Carry, Carry, "Facts"], Tensor]
-"""(gradients, client before the step, after it, facts) -> a scalar."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A quantity of a step to look at; looking changes nothing."""
-
-    name: str
-    summary: str
-    see: See
-
 
 Objective = Callable[[Tree, Carry, Batch, "Numbers"], tuple[Tensor, Tensor]]
 """(parameters, client, batch, numbers) -> (what is minimised, the loss without penalty terms)."""
@@ -125,6 +113,10 @@ def by_autograd(objective: Objective) -> Gradients:
     return run
 
 
+def _copied(carry: Carry) -> Carry:
+    return carry._replace(state={key: value.clone() for key, value in carry.state.items()})
+
+
 @dataclass(frozen=True)
 class TrainStep:
     """A step of local training: loss and penalties, gradient transforms, update."""
@@ -140,8 +132,11 @@ class TrainStep:
             return total, loss.detach()
 
         gradients = (spec.differentiate or by_autograd)(objective)
+        looks = {probe.name: probe.see for probe in spec.probes if probe.see is not None}
 
         def step(carry: Carry, batch: Batch, numbers: Numbers) -> tuple[Carry, Seen]:
+            # Layers move their statistics in place: who is to see those from before must have a copy.
+            before = _copied(carry) if looks else carry
             grads, (_, loss) = gradients(carry.params, carry, batch, numbers)
             for transform in rule.grads:
                 grads = transform(grads, carry, numbers, spec.facts)
@@ -149,7 +144,7 @@ class TrainStep:
                 carry.params, grads, carry.optimizer, numbers, spec.factors, spec.spared
             )
             after = carry._replace(params=params, optimizer=buffers)
-            probed = {probe.name: probe.see(grads, carry, after, spec.facts) for probe in spec.probes}
+            probed = {name: see(grads, before, after, spec.facts) for name, see in looks.items()}
             return after, Seen(loss, probed)
 
         return step

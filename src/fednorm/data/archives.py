@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fednorm.data.bounds import refuse_above
 from fednorm.errors import ConfigError
@@ -85,7 +85,7 @@ def _unpack_tar(archive: Path, room: Path) -> None:
 class _Bounded(io.RawIOBase):
     """A stream that may not become more than its archive may."""
 
-    def __init__(self, inner: IO[bytes], archive: Path) -> None:
+    def __init__(self, inner: io.BufferedIOBase, archive: Path) -> None:
         self._inner, self._archive, self._packed, self._read = inner, archive, archive.stat().st_size, 0
 
     def readable(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from fednorm.data.client_rows import client_rows
 from fednorm.data.federation import Federation
 from fednorm.data.image_set import ImageSet
-from fednorm.data.partition import Rows, generator, largest_remainder
+from fednorm.data.partition import Rows, find_partition, generator, largest_remainder
 from fednorm.data.partition import partition as divide
 from fednorm.data.shift import shifted
 from fednorm.errors import ConfigError
@@ -66,6 +66,11 @@ def make_federation(
     if partition.replace("-", "_") == "feature_shift":
         return shifted(federation, seed, float(str(options.get("severity", 1.0))))
     return federation
+
+
+def check_options(partition: str, options: Mapping[str, object]) -> None:
+    """Refuse a partition that is not known, and options that are none of its own: a seed is the run's, not a deal's."""
+    find_partition(partition, {name: value for name, value in options.items() if name != "keep_domains"})
 
 
 def _chosen_domains(image_set: ImageSet, wanted: Sequence[str] | int, seed: int) -> tuple[str, ...]:

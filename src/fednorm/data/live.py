@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from fednorm.core import rng
 from fednorm.data.items import kind_of, name_of
 from fednorm.data.source import Source, own_generators, seed_generators
-from fednorm.errors import ConfigError, first_line
+from fednorm.errors import ConfigError, ExampleError, first_line
 
 AHEAD = 2
 """Batches that each process has ready or in work before they are asked for."""
@@ -125,7 +125,7 @@ class Reader(Dataset[Batch | Failure]):
                 seed_generators(seed)
                 x, y = source.item(item)
                 if problem := self.form.differs(x, y):
-                    raise ConfigError(f"{source.who}, item {item}: {problem}")
+                    raise ExampleError(f"{source.who}, item {item}: {problem}")
                 xs.append(x)
                 ys.append(y)
         return torch.stack(xs).to(self.form.x_dtype), torch.stack(ys).to(self.form.targets)

@@ -15,13 +15,17 @@ from fednorm.core.state import Tree
 from fednorm.core.step import Carry, Seen, Step
 from fednorm.core.user_code import UserCode
 from fednorm.engines.ranks import Alone
+from fednorm.engines.receiving import flaws_of_outcomes, received
+from fednorm.engines.tolerance import Tolerant, Train, one_by_one
+from fednorm.engines.watching import Watch
 from fednorm.errors import ConfigError, FednormError
 from fednorm.halves.exchange import Exchange, Held, Holder
-from fednorm.halves.merging import Stacks, flaws, not_finite
 from fednorm.halves.mine import ClientState
+from fednorm.halves.norm_bound import refused_by_distance
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
 from fednorm.halves.server import Server
 from fednorm.halves.site import Sites, state_after
+from fednorm.halves.stacks import Stacks
 from fednorm.halves.training import Job, Outcome
 
 P = ParamSpec("P")
@@ -68,6 +72,9 @@ class Played:
 
     reports: Sequence[Report]
     probed: Mapping[int, Mapping[str, float]] | None = None
+    """what probes saw of each client"""
+    joined: Mapping[str, float] = field(default_factory=dict[str, float])
+    """what probes saw of the merge"""
 
 
 MOST_AWAITED = 64
@@ -82,7 +89,7 @@ class Awaited(Sequence[Report], ABC):
         """Let the reports come to the host, where they are read later."""
 
     @abstractmethod
-    def flaws(self) -> dict[int, str]:
+    def flaws(self, norm_factor: float | None) -> dict[int, str]:
         """Clients with numbers that cannot be used, and why."""
 
 
@@ -147,61 +154,74 @@ class PlainEngine:
         """Nothing is held."""
 
 
-Train = Callable[[PreparedPhase, Mapping[str, float], Sequence[Job], bool], Iterator[Outcome]]
+def play_plainly(order: Order, train: Train, tolerant: Tolerant | None = None) -> Played:
+    """One exchange on the host: train the clients of this process, refuse, merge, store what they keep.
 
-
-def play_plainly(order: Order, train: Train) -> Played:
-    """One exchange on the host: train the clients of this process, refuse, merge, store what they keep."""
+    Where the server can do without a client, training that fails is not the end: `tolerant` says who failed.
+    """
     exchange, server, sites, ranks = order.exchange, order.server, order.sites, order.ranks
-    phase = exchange.phase
+    phase, name = exchange.phase, sites.prepared.name
     here = ranks.own(sites.batches.pool.clients, exchange.cohort)
     states = order.states.get_many(here)
     starts = phase.starts(server.tree, [states[client].tree for client in here], sites.device)
     shares = exchange.shares
-    jobs = [
-        sites.job(phase, client, start, states[client].steps, shares.get(client, 1.0))
+    jobs = {
+        client: sites.job(phase, client, start, states[client].steps, shares.get(client, 1.0))
         for client, start in zip(here, starts, strict=True)
-    ]
-    accepted: list[Outcome] = []
-    stacks: list[Stacks] = []
+    }
+    asked = (tolerant or one_by_one(train, name)) if server.tolerates else train
+    usable: dict[int, Outcome] = {}
+    stacks = Stacks([])
 
-    def work() -> dict[str, Any]:
-        """Train the clients of this process, and say in JSON values what all must know of them."""
-        with UserCode(sites.prepared.name):  # here, so that every rank is told whose mistake it was
-            trained = train(phase, exchange.numbers, jobs, order.probing) if jobs else iter(())
-            outcomes = sorted(trained, key=lambda outcome: outcome.update.client)
-        updates = [outcome.update for outcome in outcomes]
-        stacks.append(Stacks(updates))
-        found = flaws(updates, phase.schema, stacks[0])
-        why = {o.update.client: each or _flaw_of_kept(o) for o, each in zip(outcomes, found, strict=True)}
-        accepted.extend(outcome for outcome in outcomes if not why[outcome.update.client])
+    def work(some: Sequence[Job]) -> dict[str, Any]:
+        """Train clients of this process, and say in JSON values what all must know of them."""
+        nonlocal stacks
+        with UserCode(name):  # here, so that every rank is told whose mistake it was
+            came, missing = received(asked(phase, exchange.numbers, some, order.probing) if some else (), some)
+        stacks = Stacks([outcome.update.shared for outcome in came])
+        own = [jobs[outcome.update.client] for outcome in came]
+        refused = flaws_of_outcomes(sites, phase, server.tree, came, own, stacks)
+        new = {outcome.update.client: outcome for outcome in came if outcome.update.client not in refused}
+        usable.update(new)
         return {
-            "refused": [(client, reason) for client, reason in why.items() if reason],
-            "reports": [vars(outcome.update.report) for outcome in accepted],
-            "probed": [(outcome.update.client, dict(outcome.update.probed)) for outcome in accepted],
+            "refused": list(refused.items()),
+            "missing": list(missing.items()),
+            "reports": [vars(outcome.update.report) for outcome in new.values()],
+            "probed": [(client, dict(outcome.update.probed)) for client, outcome in new.items()],
         }
 
-    told = ranks.tell_all(work)
-    server.admit({client: why for each in told for client, why in each["refused"]})
-    reports = [Report(**report) for each in told for report in each["reports"]]
-    updates = [outcome.update for outcome in accepted]
-    sent = stacks[0] if len(updates) == len(stacks[0].updates) else None
-    with ranks.merge([len(each["reports"]) for each in told]):
-        server.merge(updates, reports, sent)
+    reports: dict[int, Report] = {}
+    probed: dict[int, Mapping[str, float]] = {}
+    owner: dict[int, int] = {}
+    while True:
+        told = ranks.tell_all(lambda: work([job for client, job in jobs.items() if client not in usable]))
+        refused, missing = ({c: why for each in told for c, why in each[what]} for what in ("refused", "missing"))
+        for rank, each in enumerate(told):
+            reports |= {report["client"]: Report(**report) for report in each["reports"]}
+            probed |= dict(each["probed"])
+            owner |= {report["client"]: rank for report in each["reports"]}
+        updates = [usable[client].update for client in sorted(usable)]
+        if [id(update.shared) for update in updates] != [id(tree) for tree in stacks.trees]:
+            stacks = Stacks([update.shared for update in updates])
+        far = refused_by_distance(updates, stacks, server.tree, phase.schema, server.norm_factor, ranks.tell_all)
+        for client in far:
+            usable.pop(client, None)
+            del reports[client], probed[client]
+        if server.admit(reports, {**refused, **far}, missing):
+            break
+    updates = [update for update in updates if update.client in reports]
+    everybody = [reports[client] for client in sorted(reports)]
+    watch = Watch(sites.probes if order.probing else (), sites.prepared.facts, server.tree)
+    with ranks.merge([sum(owner[client] == rank for client in reports) for rank in range(len(told))]):
+        server.merge(updates, everybody, None if far else stacks)
+        joined = watch.seen(server.tree, phase, [usable[client] for client in sorted(usable)], len(everybody))
     ranks.confirm(f"phase '{phase.phase.name}' of '{sites.method.name}'", server.tree)
-    by_client = {job.client: job for job in jobs}
-    for outcome in accepted if exchange.keeps else ():
-        client = outcome.update.client
-        after = state_after(phase, states[client], by_client[client], outcome.kept)
+    for client, outcome in sorted(usable.items()) if exchange.keeps else ():
+        after = state_after(phase, states[client], jobs[client], outcome.kept)
         if after is not None:
             order.states.put(client, after)
-    probed = {client: seen for each in told for client, seen in each["probed"]} if order.probing else None
-    return Played(reports, probed)
-
-
-def _flaw_of_kept(outcome: Outcome) -> str | None:
-    bad = not_finite(outcome.kept)
-    return f"'{bad}' (local) is not finite" if bad else None
+    looked = order.probing and any(probe.join is None for probe in sites.probes)
+    return Played(everybody, {client: probed[client] for client in sorted(probed)} if looked else None, joined)
 
 
 def attempt(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T | FednormError:

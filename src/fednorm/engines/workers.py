@@ -29,9 +29,10 @@ from fednorm.core.phases import PhaseId
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
 from fednorm.core.user_code import is_users, user_error
-from fednorm.engines.base import PlainEngine
+from fednorm.engines.base import Order, PlainEngine, Played, attempt, play_plainly
 from fednorm.engines.machine import refuse_other_than_cpu, usable_cores
 from fednorm.engines.sequential import SequentialEngine
+from fednorm.engines.tolerance import Failure, is_the_runs, one_by_one
 from fednorm.engines.worker_messages import (
     CannotSend,
     WorkerMessage,
@@ -73,8 +74,37 @@ class WorkersEngine(PlainEngine):
         if crew is None or not crew.knows(phase):
             yield from self._here.train(phase, numbers, jobs, probing)
             return
+        for done in self._with_crew(crew, phase, numbers, jobs, probing, tolerant=False):
+            if isinstance(done, Outcome):
+                yield done
+
+    def train_tolerantly(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
+    ) -> Iterator[Outcome | Failure]:
+        """The same, where a client whose training fails, or whose process ends, is named and lost alone.
+
+        Not even a single one is trained in this process, which it might end.
+        """
+        crew = None if phase.phase.lockstep or self.fell_back else self._crew or self._start()
+        if crew is None or not crew.knows(phase):
+            return one_by_one(self._here.train, self.sites.prepared.name)(phase, numbers, jobs, probing)
+        return self._with_crew(crew, phase, numbers, jobs, probing, tolerant=True)
+
+    def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
+        return [attempt(play_plainly, order, self.train, self.train_tolerantly) for order in orders]
+
+    def _with_crew(
+        self,
+        crew: Crew,
+        phase: PreparedPhase,
+        numbers: Mapping[str, float],
+        jobs: Sequence[Job],
+        probing: bool,
+        *,
+        tolerant: bool,
+    ) -> Iterator[Outcome | Failure]:
         try:
-            yield from crew.train(phase, numbers, jobs, probing)
+            yield from crew.train(phase, numbers, jobs, probing, tolerant)
         except BaseException:  # also an interrupt, or a caller that listens no more: workers are in the middle of it
             self.close()
             raise
@@ -120,7 +150,8 @@ class Crew:
     """Processes that train clients of the same sites."""
 
     def __init__(self, sites: Sites, count: int) -> None:
-        message = to_message(sites)
+        self._message = message = to_message(sites)
+        self._model = sites.prepared.name
         self._phases = {id: sites.phase(id) for id in message.phases}
         self._workers: list[Worker] = []
         size = max(slot_bytes(phase.schema) for phase in self._phases.values())
@@ -129,7 +160,7 @@ class Crew:
         try:
             for _ in range(count):
                 slots = tuple(shared(torch.zeros(size, dtype=torch.uint8)) for _ in range(SLOTS))
-                self._workers.append(_start(message, slots))
+                self._workers.append(Worker(*_start(message, slots), slots))
             for worker in self._workers:
                 self._receive(worker, "while it started")
         except BaseException:
@@ -148,31 +179,76 @@ class Crew:
         self._end()
 
     def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
-    ) -> Iterator[Outcome]:
-        """Each worker takes the next client when it is done with one; the longest work goes first, to end together."""
+        self,
+        phase: PreparedPhase,
+        numbers: Mapping[str, float],
+        jobs: Sequence[Job],
+        probing: bool,
+        tolerant: bool = False,
+    ) -> Iterator[Outcome | Failure]:
+        """Each worker takes the next client when it is done with one; the longest work goes first, to end together.
+
+        Where that is tolerated, a client that fails is told of, and a process that it took with it is replaced.
+        """
         waiting = deque(sorted(jobs, key=lambda job: -job.num_steps))
+        by_client = {job.client: job for job in jobs}
+
+        def give(worker: Worker) -> None:
+            job = waiting.popleft()
+            try:
+                self._send(worker, phase, numbers, job, probing)
+            except WorkerLost:
+                if not tolerant:
+                    raise
+                worker.clients.pop()
+                waiting.appendleft(job)
+                if not worker.clients:  # one that has some is missed when it should tell of them
+                    self._replace(worker)
 
         def supply(worker: Worker) -> None:
             # The last clients are for whoever is done first, so they are not given out ahead.
             while waiting and (
                 not worker.clients or (len(worker.clients) < SLOTS and len(waiting) > len(self._workers))
             ):
-                self._send(worker, phase, numbers, waiting.popleft(), probing)
+                left = len(waiting)
+                give(worker)
+                if len(waiting) == left and worker.clients:
+                    return
 
         for worker in self._workers[: len(jobs)]:
-            self._send(worker, phase, numbers, waiting.popleft(), probing)
+            give(worker)
         for worker in self._workers:
             supply(worker)
         while busy := {worker.pipe: worker for worker in self._workers if worker.clients}:
             ready = connection.wait(list(busy))
             for worker in [worker for pipe, worker in busy.items() if pipe in ready]:
                 client, slot = worker.clients[0]
-                told = self._receive(worker, f"with client {client}")
-                done = self._collect(worker, slot, phase, told)
-                worker.clients.popleft()
+                try:
+                    told = self._receive(worker, f"with client {client}")
+                    done = self._collect(worker, slot, phase, told)
+                    worker.clients.popleft()
+                except WorkerLost as lost:
+                    if not tolerant:
+                        raise
+                    done = Failure(client, f"its process {lost.how}")
+                    waiting.extendleft(by_client[other] for other, _ in list(worker.clients)[1:])
+                    self._replace(worker)
+                except Exception as error:
+                    if not tolerant or is_the_runs(error):
+                        raise
+                    done = Failure.of(client, error, self._model)
+                    worker.clients.popleft()
                 supply(worker)
                 yield done
+
+    def _replace(self, worker: Worker) -> None:
+        """Put a new process in the place of one that ended."""
+        worker.pipe.close()
+        worker.process.join()
+        worker.process.close()
+        worker.clients.clear()
+        worker.process, worker.pipe = _start(self._message, worker.slots)
+        self._receive(worker, "while it started")
 
     def _send(
         self, worker: Worker, phase: PreparedPhase, numbers: Mapping[str, float], job: Job, probing: bool
@@ -211,16 +287,24 @@ class Crew:
         return worker.views[slot, phase.id]
 
 
-def _lost(worker: Worker, when: str) -> FednormError:
+class WorkerLost(FednormError):
+    """A process ended that should have trained; `how` says what of."""
+
+    def __init__(self, how: str, when: str) -> None:
+        self.how = how
+        super().__init__(
+            f"a worker process {how} {when}; if memory is short, give fewer engine.workers, then resume the run"
+        )
+
+
+def _lost(worker: Worker, when: str) -> WorkerLost:
     worker.process.join(5)
     code = worker.process.exitcode or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return FednormError(
-        f"a worker process {how} {when}; if memory is short, give fewer engine.workers, then resume the run"
-    )
+    return WorkerLost(how, when)
 
 
-def _start(message: WorkerMessage, slots: tuple[Tensor, ...]) -> Worker:
+def _start(message: WorkerMessage, slots: tuple[Tensor, ...]) -> tuple[BaseProcess, connection.Connection]:
     # A fresh interpreter: a fork of a process that has used torch's threads may hang.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -234,7 +318,7 @@ def _start(message: WorkerMessage, slots: tuple[Tensor, ...]) -> Worker:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-    return Worker(process, ours, slots)
+    return process, ours
 
 
 @contextmanager

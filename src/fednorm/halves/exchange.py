@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fednorm.core import rng
 from fednorm.core.phases import Purpose
 from fednorm.core.state import Tree
 from fednorm.errors import DivergedError
@@ -69,3 +70,10 @@ class Held:
 def diverged(where: str) -> DivergedError:
     """The error of a run whose numbers are numbers no longer."""
     return DivergedError(f"diverged in {where}; lower train.lr, or set engine.quorum to go on without the client")
+
+
+def drawn_cohort(seed: int, round: int, clients: Sequence[int], count: int) -> list[int]:
+    """The clients that a round draws, ascending."""
+    if count == len(clients):
+        return list(clients)
+    return [clients[index] for index in rng.subset(rng.key(seed, "cohort", round), len(clients), count)]

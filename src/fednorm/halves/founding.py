@@ -13,6 +13,7 @@ from fednorm.core.method import Method
 from fednorm.data.batches import num_held
 from fednorm.errors import ConfigError
 from fednorm.halves.messages import Hello, LocalWork, Welcome
+from fednorm.halves.norm_bound import NORM_FACTOR
 from fednorm.halves.server import Server
 from fednorm.halves.terms import agree, model_digest, refuse_needs, terms_of, typical_steps
 from fednorm.halves.wire import check_hello
@@ -28,6 +29,8 @@ def found(
     run: str,
     per_round: int | None = None,
     quorum: float | None = None,
+    retries: int = 0,
+    norm_factor: float | None = NORM_FACTOR,
     score_every: int | None = None,
     weights: str = "size",
     task: str = "",
@@ -60,6 +63,8 @@ def found(
         range(len(names)),
         per_round=per_round,
         quorum=quorum,
+        retries=retries,
+        norm_factor=norm_factor,
         score_every=score_every,
         terms=terms,
         sizes=sizes,

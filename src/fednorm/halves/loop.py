@@ -20,7 +20,8 @@ from fednorm.core.report import Report
 from fednorm.core.state import Entry, Kind, Policy, Tree, is_batch_norm, model_state
 from fednorm.core.step import Carry, TrainStep, training_mode
 from fednorm.errors import ConfigError
-from fednorm.halves.merging import flaw, merge_updates
+from fednorm.halves.guard import flaw
+from fednorm.halves.merging import merge_updates
 from fednorm.halves.messages import Update
 from fednorm.halves.prepared import Prepared, facts_of, lr_factors, refuse_noop, surgery_done
 from fednorm.halves.schema import OWN, keys_with

@@ -1,11 +1,10 @@
-"""The server's part of an exchange: refuse what cannot be used, merge the rest in client-id order."""
+"""The server's part of an exchange: what clients sent is merged in client-id order."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,102 +17,7 @@ from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.errors import ConfigError
 from fednorm.halves.messages import Update
 from fednorm.halves.schema import Schema, keys_with
-
-
-def flaw(update: Update, schema: Schema) -> str | None:
-    """Why an update cannot be used, or None: wrong keys, shapes or types, values that are not finite or impossible."""
-    return flaws([update], schema)[0]
-
-
-class Stacks:
-    """The entries that some clients share, each stacked over them, ascending by client id.
-
-    Small stacks are kept: those who check the updates and those who merge them both ask.
-    """
-
-    def __init__(self, updates: Sequence[Update]) -> None:
-        self.updates = sorted(updates, key=lambda update: update.client)
-        self._kept: Tree = {}
-
-    def __getitem__(self, key: str) -> Tensor:
-        if key in self._kept:
-            return self._kept[key]
-        stack = torch.stack([update.shared[key] for update in self.updates])
-        if stack.numel() <= KEPT_SIZE:
-            self._kept[key] = stack
-        return stack
-
-
-KEPT_SIZE = 1 << 20
-"""Numbers of a stack that is kept."""
-
-
-def flaws(updates: Sequence[Update], schema: Schema, stacks: Stacks | None = None) -> list[str | None]:
-    """The `flaw` of each update; one question to the device for all, where all is well."""
-    expected = {key: schema[key][0] for key in keys_with(schema, Policy.SHARED)}
-    told = {key: schema[key][0] for key in keys_with(schema, Policy.REPORTED)}
-    found = [_misfit(update, update.shared, expected) or _misfit(update, update.reported, told) for update in updates]
-    if told:
-        found = [why or _ailment(update.reported, told) for update, why in zip(updates, found, strict=True)]
-    if not any(found) and (not updates or _all_healthy(stacks or Stacks(updates), expected)):
-        return found
-    return [why or _ailment(update.shared, expected) for update, why in zip(updates, found, strict=True)]
-
-
-def _misfit(update: Update, tree: Tree, expected: Mapping[str, Entry]) -> str | None:
-    """What is wrong with an update before one looks at its values."""
-    for key in sorted(expected.keys() ^ tree.keys()):
-        return f"'{key}' is {'missing' if key in expected else 'not expected'}"
-    for key, tensor in tree.items():
-        entry = expected[key]
-        if tensor.shape != entry.shape:
-            return f"'{key}' has shape {tuple(tensor.shape)}, expected {entry.shape}"
-        if tensor.dtype != entry.dtype:
-            return f"'{key}' has type {tensor.dtype}, expected {entry.dtype}"
-    if not _is_count(update.report.num_examples):
-        return f"its number of examples is {update.report.num_examples!r}, expected a whole number above 0"
-    return None
-
-
-def _is_count(value: object) -> bool:
-    """Whether what a client says of itself is a whole number above 0."""
-    return isinstance(value, int) and value >= 1
-
-
-def _all_healthy(stacks: Stacks, entries: Mapping[str, Entry]) -> bool:
-    """Whether all values surely can be used, by their sums, and the least of those that cannot be negative.
-
-    A number that is not finite makes a sum so. The sum of good ones may overflow: then each tensor must be asked.
-    """
-    sums = [stacks[key].sum().to(torch.float64) for key, entry in entries.items() if entry.dtype.is_floating_point]
-    least = [stacks[key].amin().to(torch.float64) for key, entry in entries.items() if cannot_be_negative(entry)]
-    asked = torch.stack(sums + least) if sums or least else torch.empty(0)
-    told = cast(list[float], asked.tolist())  # pyright: ignore[reportUnknownMemberType]
-    return all(map(math.isfinite, told)) and all(value >= 0 for value in told[len(sums) :])
-
-
-def _ailment(tree: Tree, entries: Mapping[str, Entry]) -> str | None:
-    """The first entry with values that cannot be used, and what they are."""
-    for key, tensor in tree.items():
-        if not bool(torch.isfinite(tensor).all()):
-            return f"'{key}' is not finite"
-        if cannot_be_negative(entries[key]) and not bool((tensor >= 0).all()):
-            return f"'{key}' is negative"
-    return None
-
-
-def not_finite(tree: Tree) -> str | None:
-    """The first key whose numbers are not all finite, or None."""
-    floats = {key: tensor for key, tensor in tree.items() if tensor.is_floating_point()}
-    if not floats or math.isfinite(torch.cat([tensor.flatten() for tensor in floats.values()]).sum().item()):
-        return None
-    return next((key for key, tensor in floats.items() if not bool(tensor.isfinite().all())), None)
-
-
-def cannot_be_negative(entry: Entry) -> bool:
-    """Whether an entry is a variance, a standard deviation or a counter."""
-    spreads = entry.kind is Kind.STATISTIC and entry.part in ("running_var", "running_std")
-    return spreads or entry.kind is Kind.COUNTER
+from fednorm.halves.stacks import Stacks
 
 
 def merge_updates(
@@ -128,15 +32,15 @@ def merge_updates(
     """The server's next state and memory: shared entries merged by their kinds' rules, all others kept.
 
     Updates are sorted by client id first, so their order of arrival cannot change a bit. `reports` are those of the
-    whole cohort, where the updates are only a part of its (`reductions.Cohort`). `stacks` are those of the updates,
-    where somebody made them before.
+    whole cohort, where the updates are only a part of its (`reductions.Cohort`). `stacks` are those of the updates'
+    shared trees, where somebody made them before.
     """
     reports = [update.report for update in updates] if reports is None else reports
     if not reports:
         raise ConfigError("there are no updates to merge; at least one client must take part")
     keys = keys_with(schema, Policy.SHARED)
     device = (updates[0].shared if updates else server)[keys[0]].device if keys else torch.device("cpu")
-    stacks = stacks or Stacks(updates)
+    stacks = stacks or Stacks([each.shared for each in sorted(updates, key=lambda each: each.client)])
 
     def stacked(key: str) -> Tensor:
         return stacks[key] if updates else server[key].new_empty(0, *server[key].shape)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from fednorm.core.method import Facts, Method, Phase, Rule
 from fednorm.core.numbers import refuse_numbers
 from fednorm.core.optim import Optimizer
 from fednorm.core.roles import last_layer
-from fednorm.core.state import Entry, Kind, Policy, Tree, entries, model_state
+from fednorm.core.state import Entry, Kind, Policy, Tree, entries, is_batch_norm, model_state
 from fednorm.core.user_code import UserCode
 from fednorm.errors import ConfigError, UserCodeError, first_line
 from fednorm.layers.embeddings import refuse_special_embeddings
@@ -134,7 +135,10 @@ def surgery_done(model: nn.Module) -> tuple[str, ...] | None:
 def facts_of(model: nn.Module) -> Facts:
     """What pieces may know about a model whose surgery is done."""
     listing = entries(model)
-    return Facts({entry.key: entry for entry in listing}, last_layer(model, listing))
+    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+    momenta = {layer: getattr(module, "momentum", None) for layer, module in modules if is_batch_norm(module)}
+    moving = {layer: share for layer, share in momenta.items() if isinstance(share, float) and share > 0}
+    return Facts({entry.key: entry for entry in listing}, last_layer(model, listing), moving)
 
 
 def refuse_noop(method: Method, facts: Facts, name: str) -> None:

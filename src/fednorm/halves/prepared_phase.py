@@ -16,6 +16,7 @@ from fednorm.core.phases import PhaseId
 from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.core.step import Carry, StepMaker
 from fednorm.halves.cost import Cost, exchange_cost
+from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared, lr_factors
 from fednorm.halves.schema import DOWN, OWN, Schema, keys_with
 
@@ -48,6 +49,9 @@ class Parts(NamedTuple):
     """what the client keeps: its local entries, and those it reported"""
 
 
+_FIXED = {"epoch": ("epochs", 1), "batch": ("steps", 1)}
+
+
 @dataclass(frozen=True)
 class PreparedPass:
     """One pass of a client's work."""
@@ -59,6 +63,16 @@ class PreparedPass:
     """which part of a `Carry` each entry belongs to"""
     factors: Mapping[str, float]
     """on the learning rate, for the keys that have one"""
+
+    def steps(self, work: LocalWork, per_epoch: int) -> int:
+        """Steps of a client whose epoch has this many batches."""
+        unit, amount = _FIXED.get(self.work, (work.unit, work.amount))
+        return amount if unit == "steps" else amount * per_epoch
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is one pass over all data or a look at one batch: a part of a measurement would be another one."""
+        return self.work in _FIXED
 
     def carry(self, tree: Tree, anchor: Tree | None = None) -> Carry:
         """A client's state as a step takes it; without an anchor the client stands at its start.

@@ -8,32 +8,31 @@ admitted, merged and noted, which opens the next. An engine may do the merging i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fednorm.core import rng
 from fednorm.core.method import Progress
 from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
 from fednorm.data.batches import UNION
 from fednorm.errors import ConfigError, QuorumError, WireError
+from fednorm.halves.admission import admitted
 from fednorm.halves.agreed import Agreed
-from fednorm.halves.exchange import Exchange, Held, Holder, diverged
-from fednorm.halves.merging import Stacks, flaws, merge_updates
+from fednorm.halves.exchange import Exchange, Held, Holder, diverged, drawn_cohort
+from fednorm.halves.guard import Allowed, Sent, flaw_of_form
+from fednorm.halves.merging import merge_updates
 from fednorm.halves.messages import Address, Request, Scores, Terms, Update
+from fednorm.halves.norm_bound import NORM_FACTOR
 from fednorm.halves.prepared_phase import PreparedPhase
-from fednorm.halves.wire import check_answer, check_update
+from fednorm.halves.stacks import Stacks
+from fednorm.halves.wire import check_answer
+from fednorm.halves.wire_format import short
 
 log = logging.getLogger("fednorm.server")
+DID_NOT_ANSWER = "it did not answer"
+_ROUNDING = 1e-9
 Row = dict[str, Any]
-
-
-def drawn_cohort(seed: int, round: int, clients: Sequence[int], count: int) -> list[int]:
-    """The clients that a round draws, ascending."""
-    if count == len(clients):
-        return list(clients)
-    return [clients[index] for index in rng.subset(rng.key(seed, "cohort", round), len(clients), count)]
 
 
 class Server:
@@ -46,6 +45,8 @@ class Server:
         *,
         per_round: int | None = None,
         quorum: float | None = None,
+        retries: int = 0,
+        norm_factor: float | None = NORM_FACTOR,
         score_every: int | None = None,
         held: Holder | None = None,
         keep_reported: bool = True,
@@ -56,6 +57,7 @@ class Server:
         self.clients = clients
         self.per_round = min(per_round or len(clients), len(clients))
         self.quorum = quorum
+        self.retries, self.norm_factor = retries, norm_factor
         self.score_every = score_every
         self.held = held or Held(agreed.initial())
         self.reported: dict[int, Tree] = {}
@@ -83,6 +85,8 @@ class Server:
         """a round and its cohort"""
         self._open: Exchange | None = None
         self._taken: dict[int, Update] = {}
+        self._turned_away: dict[int, str] = {}
+        """why the last answer of a client could not be taken"""
 
     # -- decide --
 
@@ -147,20 +151,38 @@ class Server:
 
     # -- merge --
 
-    def admit(self, refused: Mapping[int, str]) -> None:
-        """Go on without refused clients, whose own state is not advanced either, or end the run."""
+    @property
+    def tolerates(self) -> bool:
+        """Whether a client that fails may not be the end of the run."""
+        return self.quorum is not None or self.retries > 0
+
+    def admit(
+        self, usable: Collection[int], refused: Mapping[int, str], missing: Mapping[int, str] | None = None
+    ) -> bool:
+        """Go on without clients that cannot be used, whose own state is not advanced either, or end the run.
+
+        `refused` and `missing` say why of those whose update was bad, or never came; whoever else of the cohort is not
+        `usable` did not answer. False where too few remain, and those that are not usable are to be asked again.
+        """
         exchange = self._opened()
-        if not refused:
-            return
-        client, why = next(iter(refused.items()))
-        where = f"round {exchange.round}, client {client}: {why}"
-        if self.quorum is None:
-            raise diverged(where)
-        asked = len(exchange.cohort)
-        usable = asked - len(refused)
-        if usable < self.quorum * asked or not usable:
-            raise QuorumError(f"{usable} of {asked} updates usable in {where}; engine.quorum={self.quorum} needs more")
-        self.row["refused"] = {**self.row.get("refused", {}), **refused}
+        why = {**refused, **(missing or {})}
+        left = {client: why.get(client, DID_NOT_ANSWER) for client in exchange.cohort if client not in usable}
+        asked, there = len(exchange.cohort), len(exchange.cohort) - len(left)
+        if left and (self.quorum is None or not there or there < self.quorum * asked - _ROUNDING):
+            if self._attempt <= self.retries:
+                self._attempt += 1
+                self.row["retried"] = self.row.get("retried", 0) + 1
+                return False
+            client = next((client for client in left if client in refused), next(iter(left)))
+            where = f"round {exchange.round}, client {client}: {left[client]}"
+            if self.quorum is None and client in refused:
+                raise diverged(where)
+            if self.quorum is None:
+                raise QuorumError(f"{where}; ask it again, or give a quorum to go on without it")
+            raise QuorumError(f"{there} of {asked} updates usable in {where}; engine.quorum={self.quorum} needs more")
+        if left:
+            self.row["refused"] = {**self.row.get("refused", {}), **left}
+        return True
 
     def merge(
         self, updates: Sequence[Update], reports: Sequence[Report] | None = None, stacks: Stacks | None = None
@@ -176,7 +198,12 @@ class Server:
 
     # -- note --
 
-    def note(self, reports: Sequence[Report], probed: Mapping[int, Mapping[str, float]] | None = None) -> None:
+    def note(
+        self,
+        reports: Sequence[Report],
+        probed: Mapping[int, Mapping[str, float]] | None = None,
+        joined: Mapping[str, float] | None = None,
+    ) -> None:
         """Take down what an exchange was, after its merge, and go on to the next; `reports` are of accepted updates."""
         exchange = self._opened()
         if exchange.purpose is Purpose.TRAIN:
@@ -189,6 +216,8 @@ class Server:
             self.row["bytes_up"] += cost.up * len(reports)
         if probed is not None:
             self.row.setdefault("probes", {})[exchange.phase.phase.name] = dict(probed)
+        if joined:
+            self.row.setdefault("round_probes", {})[exchange.phase.phase.name] = dict(joined)
         self._go_on()
 
     def note_scores(self) -> None:
@@ -200,7 +229,7 @@ class Server:
 
     def _go_on(self) -> None:
         exchange = self._opened()
-        self._open, self._taken = None, {}
+        self._open, self._taken, self._turned_away = None, {}, {}
         self._number, self._attempt, self._step = self._number + 1, 1, self._step + 1
         if self._step == len(self._exchanges(exchange.round)):
             self.round, self._step = exchange.round, 0
@@ -238,8 +267,10 @@ class Server:
     def take(self, answer: Update | Scores) -> bool:
         """Take a client's answer; False for one that came already. A late, foreign or altered one is refused."""
         exchange = self._opened()
-        client = answer.client
         wanted = Scores if exchange.purpose is Purpose.SCORE else Update
+        client = getattr(getattr(answer, "report", answer), "client", None)
+        if type(client) is not int:
+            raise WireError(f"it is of client {short(client)}; a client is a whole number", exchange=exchange.number)
         if client not in exchange.cohort or type(answer) is not wanted:
             raise WireError(
                 f"exchange {exchange.number} ({exchange.phase.id}) asked it for no {type(answer).__name__.lower()}; "
@@ -247,29 +278,26 @@ class Server:
                 client=client,
                 exchange=exchange.number,
             )
-        address, schema = self._address(), exchange.phase.schema
-        if isinstance(answer, Scores):
-            check_answer(answer, address)
-        else:
-            shared, told = (
-                {key: schema[key][0] for key in keys} for keys in (exchange.phase.shared, exchange.phase.reported)
-            )
-            check_update(answer, address, shared, told)
+        check_answer(answer, self._address())
+        if isinstance(answer, Update):
+            allowed = self._allowed(exchange, [client]).get(client)
+            flaw = flaw_of_form(answer, Sent.by(exchange.phase.schema), exchange.phase.phase.measures, allowed)
+            if flaw is not None:
+                self._turned_away[client] = str(flaw)
+                raise WireError(flaw.why, client=client, exchange=exchange.number, entry=flaw.entry or None)
         if client not in self.missing:
             log.info("client %d answered exchange %d twice; the second answer is ignored", client, exchange.number)
             return False
         if isinstance(answer, Scores):
             self.scores[client] = answer
             return True
-        expected = None if self.sizes is None else self.sizes[client]
-        if expected is not None and answer.report.num_examples != expected:
-            raise WireError(
-                f"it weighs {answer.report.num_examples} examples, but said it trains on {expected}",
-                client=client,
-                exchange=exchange.number,
-            )
         self._taken[client] = answer
         return True
+
+    def _allowed(self, exchange: Exchange, clients: Iterable[int]) -> dict[int, Allowed]:
+        """What the terms allow clients to say of themselves."""
+        sizes, work = self.sizes, self.agreed.work
+        return {} if sizes is None else {c: Allowed.by_terms(exchange.phase, work, sizes[c]) for c in clients}
 
     @property
     def missing(self) -> list[int]:
@@ -278,24 +306,27 @@ class Server:
         return [client for client in self._opened().cohort if client not in answered]
 
     def close(self) -> None:
-        """Merge what was taken and go on; clients that did not answer count as refused."""
+        """Merge what was taken and go on; clients that did not answer count as refused.
+
+        Where too few remain and `retries` allows it, the exchange is begun again instead.
+        """
         exchange = self._opened()
-        if self.missing and self.quorum is None:
-            raise QuorumError(
-                f"round {exchange.round}, client {self.missing[0]}: it did not answer; ask it again, or give a quorum "
-                "to go on without it"
-            )
+        missing = {client: self._turned_away.get(client, DID_NOT_ANSWER) for client in self.missing}
         if exchange.purpose is Purpose.SCORE:
+            if not self.admit(self.scores, {}, missing):
+                self._begin_again()
+                return
             self.row["sums"] = {client: self.scores[client].as_lists() for client in sorted(self.scores)}
             self.note_scores()
             return
         updates = [self._taken[client] for client in sorted(self._taken)]
-        found = flaws(updates, exchange.phase.schema)
-        refused = {update.client: why for update, why in zip(updates, found, strict=True) if why}
-        refused |= dict.fromkeys(self.missing, "it did not answer")
-        self.admit(refused)
-        usable = [update for update in updates if update.client not in refused]
-        self.merge(usable)
+        usable, stacks, refused = admitted(
+            exchange.phase, updates, self.held.tree, self._allowed(exchange, self._taken), self.norm_factor
+        )
+        if not self.admit([update.client for update in usable], refused, missing):
+            self._begin_again()
+            return
+        self.merge(usable, stacks=stacks)
         if exchange.keeps and (exchange.phase.kept or exchange.phase.phase.consumes_batches):
             self._accepted |= {update.client: exchange.number for update in usable}
         self.note([update.report for update in usable])
@@ -304,7 +335,10 @@ class Server:
         """Begin the open exchange again, such as when too few answered in time; what was taken of it is dropped."""
         self._opened()
         self._attempt += 1
-        self._open, self._taken = None, {}
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._open, self._taken, self._turned_away, self.scores = None, {}, {}, {}
 
     def _address(self) -> Address:
         if self.terms is None:
@@ -344,7 +378,7 @@ class Server:
         self._number, self._attempt = facts.get("number", 1), facts.get("attempt", 1)
         self._step, self._decided = facts.get("step", 0), facts.get("decided", self.round)
         self._accepted = {int(client): number for client, number in facts.get("accepted", {}).items()}
-        self._open, self._taken = None, {}
+        self._open, self._taken, self._turned_away = None, {}, {}
         self.held.facts = facts.get("held", {})
         if trees is None:
             return

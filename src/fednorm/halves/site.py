@@ -15,8 +15,9 @@ from torch import nn
 
 from fednorm import __version__
 from fednorm.core.phases import PhaseId, Purpose
+from fednorm.core.probe import Probe
 from fednorm.core.state import Tree
-from fednorm.core.step import Probe, StepSpec
+from fednorm.core.step import StepSpec
 from fednorm.core.task import AnyTask
 from fednorm.core.world import steps_done
 from fednorm.data.batches import Batches
@@ -69,11 +70,8 @@ class Sites(Agreed):
         return sum(self.steps(client, phase, share))
 
     def _steps_of(self, client: int, each: PreparedPass, share: float) -> int:
-        fixed = {"epoch": ("epochs", 1), "batch": ("steps", 1)}
-        unit, amount = fixed.get(each.work, (self.work.unit, self.work.amount))
-        steps = amount if unit == "steps" else amount * self.batches.per_epoch(client)
-        # A pass over all data, or a look at one batch, is a measurement, of which a part would be another one.
-        return steps if share == 1 or each.work in fixed else steps_done(steps, share)
+        steps = each.steps(self.work, self.batches.per_epoch(client))
+        return steps if share == 1 or each.is_fixed else steps_done(steps, share)
 
     def first_batch(self, phase: PreparedPhase, client: int, used: int) -> int:
         """The batch a client goes on with; a pass over its data starts with an epoch, to see every example once."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fednorm.core import rng
+from fednorm.core.probe import told
 from fednorm.core.report import Report, loss_summary
 from fednorm.core.state import Tree, tree_bytes
 from fednorm.core.step import Batch, Carry, Seen, Step, training_mode
@@ -125,7 +126,7 @@ class Trainer:
                     client.carry = next_pass(each, client.carry, client.job.start)
             with training_mode(self.sites.prepared.model, each.rule.hold):
                 self._steps(phase, step, numbers, cohort)
-        return [self._outcome(phase, numbers, client) for client in cohort]
+        return [self._outcome(phase, numbers, client, probing) for client in cohort]
 
     def _steps(
         self, phase: PreparedPhase, step: Step, numbers: Mapping[str, float], cohort: Sequence[Training]
@@ -155,10 +156,10 @@ class Trainer:
         together = phase.phase.lockstep
         return torch.channels_last if self._channels_last and not together else torch.contiguous_format
 
-    def _outcome(self, phase: PreparedPhase, numbers: Mapping[str, float], client: Training) -> Outcome:
+    def _outcome(self, phase: PreparedPhase, numbers: Mapping[str, float], client: Training, probing: bool) -> Outcome:
         end = {key: value.contiguous() for key, value in client.carry.tree.items()}
         losses = cast(list[float], torch.stack(client.losses).tolist())  # pyright: ignore[reportUnknownMemberType]
-        return outcome(self.sites, phase, numbers, client.job, end, losses, client.probed)
+        return outcome(self.sites, phase, numbers, client.job, end, losses, client.probed if probing else None)
 
 
 def next_pass(each: PreparedPass, carry: Carry, start: Tree) -> Carry:
@@ -173,9 +174,9 @@ def outcome(
     job: Job,
     end: Tree,
     losses: Sequence[float],
-    probed: Tree,
+    probed: Tree | None,
 ) -> Outcome:
-    """What a client hands over after its work, and what it keeps."""
+    """What a client hands over after its work, and what it keeps; `probed` is None where nobody looks."""
     facts = sites.prepared.facts
     for each, steps in zip(phase.passes, job.steps, strict=True):
         for closing in each.rule.closings:
@@ -188,7 +189,7 @@ def outcome(
         scalars={name: float(value) for name, value in measured.items()},
     )
     parts = phase.split(end)
-    seen = {name: float(value) for name, value in probed.items()}
+    seen = {} if probed is None else told(sites.probes, probed, end, job.start, facts)
     return Outcome(Update(report, parts.shared, parts.reported, seen), parts.kept)
 
 

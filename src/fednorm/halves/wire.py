@@ -3,7 +3,7 @@
 `to_parts` and `from_parts` are the first level, `encode` and `decode` the second, `send` and `receive` put the bytes on
 a stream; `save` and `load` keep what must survive a restart. The `check_` functions compare what arrived with what was
 agreed. All refuse messages with a `WireError`, which names client, exchange and entry as far as they are known, and
-never with anything else. Values are judged elsewhere (`merging.flaws`): a client whose training diverged can say so,
+never with anything else. Values are judged elsewhere (`guard.flaws`): a client whose training diverged can say so,
 and is refused by name.
 """
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from fednorm.core.phases import PhaseId
 from fednorm.core.state import Entry, Tree
 from fednorm.errors import WireError
+from fednorm.halves.guard import flaw_of_tree
 from fednorm.halves.messages import (
     PROTOCOL,
     Address,
@@ -217,13 +218,8 @@ def _check_terms_digest(address: Address, terms: str, where: Where) -> None:
 
 
 def _check_entries(tree: Tree, expected: Mapping[str, Entry], where: Where) -> None:
-    for key in sorted(expected.keys() ^ tree.keys()):
-        raise where.error("is missing" if key in expected else "was not expected", key)
-    for key, entry in expected.items():
-        if tuple(tree[key].shape) != tuple(entry.shape):
-            raise where.error(f"has shape {tuple(tree[key].shape)}, expected {tuple(entry.shape)}", key)
-        if tree[key].dtype != entry.dtype:
-            raise where.error(f"has type {tree[key].dtype}, expected {entry.dtype}", key)
+    if flaw := flaw_of_tree(tree, expected):
+        raise where.error(flaw.why, flaw.entry or None)
 
 
 @cache

@@ -77,7 +77,10 @@ class Where(NamedTuple):
 
 def short(value: object) -> str:
     """A value from outside for an error's one line."""
-    text = repr(value)
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a number of thousands of digits, or somebody's class
+        text = f"a value of type {type(value).__name__} that cannot be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fednorm.core.expression import Term
 from fednorm.core.user_code import failed
 from fednorm.errors import ConfigError, FednormError, unknown
 
@@ -55,12 +56,11 @@ def call_factory(
     return model
 
 
-def _word(value: object, parameter: inspect.Parameter | None) -> object:
-    """The grammar reads `none` as nothing; where a parameter takes words and cannot be nothing, it is one of them."""
-    if value is not None or parameter is None:
-        return value
-    untyped = parameter.annotation is inspect.Parameter.empty and isinstance(parameter.default, str)
-    return "none" if untyped or parameter.annotation in (str, "str") else value
+def refuse_given(term: Term) -> None:
+    """Refuse options of a model that are not its own: its name, its sizes and the seed come from elsewhere."""
+    for option in term.options:
+        if option in ("name", "num_classes", "in_channels", "image_size", "seed"):
+            raise ConfigError(f"model '{term}': '{option}' follows from the data and the run; leave it out")
 
 
 def check_choice(option: str, value: object, choices: Iterable[str]) -> None:
@@ -74,3 +74,11 @@ def check_positive(what: str, value: object) -> None:
     """Refuse a size that is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{what} must be a whole number of at least 1; got {value!r}")
+
+
+def _word(value: object, parameter: inspect.Parameter | None) -> object:
+    """The grammar reads `none` as nothing; where a parameter takes words and cannot be nothing, it is one of them."""
+    if value is not None or parameter is None:
+        return value
+    untyped = parameter.annotation is inspect.Parameter.empty and isinstance(parameter.default, str)
+    return "none" if untyped or parameter.annotation in (str, "str") else value

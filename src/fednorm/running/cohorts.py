@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fednorm.halves.server import drawn_cohort
+from fednorm.halves.exchange import drawn_cohort
 from fednorm.running.plan import Plan
 
 

@@ -6,16 +6,15 @@ The string under each field is its help text.
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fednorm.core.schedule import check_warmup
-from fednorm.data.from_files.source import find_source
+from fednorm.core.expression import MOST
 from fednorm.errors import ConfigError, unknown
+from fednorm.running.ranges import check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,8 @@ class EvalConfig:
     average: Literal["all", "last_cohort"] = "all"
     """whose local state is averaged for the pooled score and for newcomers: all clients', or those of the last round"""
     probes: tuple[str, ...] = ()
-    """quantities to record of each client's last step, such as grad-norm"""
+    """quantities to record: grad-norm, drift, running-mean, running-var of each client's last step, statistics-shift,
+    mean-shift, var-shift, batch-shift of its work, global-shift, client-spread of the merge"""
     probe_every: int = 1
     """record the probes every N rounds"""
 
@@ -133,7 +133,11 @@ class EngineConfig:
     loaders: int | None = None
     """processes that read data which are not kept in memory; 0: none; default: one per core, up to 4"""
     quorum: float | None = None
-    """go on without clients whose update is refused while this share remains; default: stop at the first"""
+    """go on without clients that fail or are refused, while this share remains; default: stop at the first"""
+    retries: int = 0
+    """times that clients which failed or were refused are asked again, where too few remain without them"""
+    norm_factor: float | None = 1000.0
+    """refuse updates this many times as long as the median client's; 0: whatever their length"""
     checkpoint_every: int | None = None
     """rounds between two checkpoints; none: every 2 seconds, so after every round that takes longer"""
 
@@ -187,7 +191,7 @@ class RunConfig:
     world: WorldConfig = field(default_factory=WorldConfig)
 
     def __post_init__(self) -> None:
-        _check_ranges(self)
+        check_ranges(self)
 
     def local_work(self) -> tuple[Literal["steps", "epochs"], int]:
         """Local steps or epochs of a round; one epoch where neither is given."""
@@ -204,73 +208,6 @@ class RunConfig:
     @property
     def eval_every(self) -> int:
         return self.eval.every or max(1, self.rounds // 20)
-
-
-def _check_ranges(config: RunConfig) -> None:
-    train, data = config.train, config.data
-    if train.local_steps is not None and train.local_epochs is not None:
-        raise ConfigError(
-            f"local_steps={train.local_steps} and local_epochs={train.local_epochs} exclude each other; give one"
-        )
-    if config.clients_per_round is not None and config.client_fraction is not None:
-        raise ConfigError(
-            f"clients_per_round={config.clients_per_round} and client_fraction={config.client_fraction} exclude each "
-            "other; give one"
-        )
-    at_least = {
-        "rounds": (config.rounds, 1),
-        "seed": (config.seed, 0),
-        "clients_per_round": (config.clients_per_round, 1),
-        "keep_every": (config.keep_every, 0),
-        "train.local_steps": (train.local_steps, 1),
-        "train.local_epochs": (train.local_epochs, 1),
-        "train.batch_size": (train.batch_size, 1),
-        "train.lr": (train.lr, 0),
-        "train.head_lr": (train.head_lr, 0),
-        "train.momentum": (train.momentum, 0),
-        "train.weight_decay": (train.weight_decay, 0),
-        "data.clients": (data.clients, 1),
-        "data.unseen": (data.unseen, 0),
-        "data.min_size": (data.min_size, 1),
-        "data.train_limit": (data.train_limit, 1),
-        "data.size": (data.size, 1),
-        "eval.every": (config.eval.every, 0),
-        "eval.chunk": (config.eval.chunk, 1),
-        "eval.max_clients": (config.eval.max_clients, 1),
-        "eval.probe_every": (config.eval.probe_every, 1),
-        "engine.threads": (config.engine.threads, 0),
-        "engine.workers": (config.engine.workers, 0),
-        "engine.loaders": (config.engine.loaders, 0),
-        "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
-    }
-    for name, (value, least) in at_least.items():
-        if value is not None and not least <= value < math.inf:  # also refuses NaN
-            raise ConfigError(f"{name}={value} is out of range; give {least} or more")
-    if not 0 <= data.val_fraction < 1:
-        raise ConfigError(f"data.val_fraction={data.val_fraction} is out of range; give 0 up to below 1")
-    if config.engine.quorum is not None and not 0 < config.engine.quorum <= 1:
-        raise ConfigError(f"engine.quorum={config.engine.quorum} is out of range; give a share above 0, up to 1")
-    if config.keep == "best" and not data.val_fraction:
-        raise ConfigError(
-            "keep=best chooses by validation, and data.val_fraction=0 sets nothing aside; give --val-fraction 0.1"
-        )
-    if config.init_partial and not config.init:
-        raise ConfigError("init_partial says how to read a file, and none is given; give --init FILE")
-    if config.client_fraction is not None and not 0 < config.client_fraction <= 1:
-        raise ConfigError(f"client_fraction={config.client_fraction} is out of range; give a share above 0, up to 1")
-    world = config.world
-    if not 0 <= world.dropout < 1:
-        raise ConfigError(f"world.dropout={world.dropout} is out of range; give 0 up to below 1")
-    if not 0 <= world.stragglers <= 1:
-        raise ConfigError(f"world.stragglers={world.stragglers} is out of range; give 0 up to 1")
-    if not 0 < world.slowness <= 1:
-        raise ConfigError(f"world.slowness={world.slowness} is out of range; give a share above 0, up to 1")
-    check_warmup(train.warmup, config.rounds)
-    if not 0 < data.test_fraction < 1:
-        raise ConfigError(f"data.test_fraction={data.test_fraction} is out of range; give a share above 0 and below 1")
-    # How many clients there are is not known before files that bring their own are read.
-    if data.unseen >= data.clients and find_source(data.name) is None:
-        raise ConfigError(f"data.unseen={data.unseen} leaves no client of {data.clients} to train; give less")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -315,6 +252,9 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
             value = [item for item in str(value).split(",") if item]
         return tuple(_coerce(name, item, args[0]) for item in value)
     options = args if origin in (Literal, Union, types.UnionType) else (hint,)
+    if isinstance(value, int) and abs(value) > MOST:
+        shown = str(value) if abs(value) < 10**30 else f"{str(value)[:12]}..."
+        raise ConfigError(f"{name}={shown} is out of range; give {MOST} or less")
     if float in options and int not in options and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     for option in options:

@@ -20,6 +20,7 @@ from fednorm.core.world import World
 from fednorm.data import load_dataset, make_federation
 from fednorm.data.augment import parse as parse_augmentation
 from fednorm.data.batches import UNION, num_held
+from fednorm.data.build import check_options
 from fednorm.data.checks import check
 from fednorm.data.federation import Federation
 from fednorm.data.from_files.source import find_source
@@ -35,6 +36,7 @@ from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
 from fednorm.halves.terms import agree, typical_steps
 from fednorm.methods import parse
+from fednorm.models.calling import refuse_given
 from fednorm.models.fitting import check_inputs
 from fednorm.running.config import DataConfig, RunConfig
 from fednorm.running.consent import refuse_unasked
@@ -206,6 +208,7 @@ def _dealt(config: RunConfig) -> Federation:
         refuse_dealing(data.name, **{name: (getattr(data, name), getattr(usual, name)) for name in named})
         return own
     term = parse_term(data.partition, "partition", "dir_client(alpha=0.1)")
+    check_options(term.name, term.options)
     if own is not None and data.size is not None:
         own = own.resized(data.size)
     return make_federation(
@@ -224,6 +227,7 @@ def build_model(config: RunConfig, federation: Federation, outputs: int | None =
     """The model the config names, for the data's channels, size and classes, or with as many outputs as a task says."""
     term = parse_term(config.model, "model", "resnet20(shortcut=B)")
     check_inputs(term.name, federation.x, federation.name)
+    refuse_given(term)
     return models.build(
         term.name,
         num_classes=outputs or federation.num_classes,

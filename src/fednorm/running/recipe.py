@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fednorm.errors import ConfigError, first_line, unknown
-from fednorm.files import read_bounded
+from fednorm.files import read_bounded, refuse_depth
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Read a file; its fields are checked by the config itself."""
     try:
-        tables = tomllib.loads(read_bounded(path, foreign=False).decode())
+        tables = refuse_depth(tomllib.loads(read_bounded(path, foreign=False).decode()))
     except FileNotFoundError:
         raise ConfigError(f"'{path}' does not exist; give a TOML file with fields of the config") from None
     except OSError as error:

@@ -143,9 +143,14 @@ class RoundRow(TypedDict):
     straggled: NotRequired[dict[int, int]]
     """steps that slow clients did, by client id (text in a file), where fewer than usual; absent where none was slow"""
     refused: NotRequired[dict[int, str]]
-    """why updates were refused, by client id (text in a file); absent where none was"""
+    """clients that the round went on without, and why: their update was refused, their training failed, or they did not
+    answer; by client id (text in a file); absent where there are none"""
+    retried: NotRequired[int]
+    """how often clients were asked again because too few could be used; absent where that was not so"""
     probes: NotRequired[dict[str, dict[int, dict[str, float]]]]
-    """what probes saw in each client's last step, by phase, client id (text in a file) and probe"""
+    """what probes saw of each client's work, by phase, client id (text in a file) and probe"""
+    round_probes: NotRequired[dict[str, dict[str, float]]]
+    """what probes saw of the merge, by phase and probe; absent where none looks at merges"""
     seconds: NotRequired[float]
     """seconds the round took; absent where a run was stopped before they were measured"""
     not_finite: NotRequired[dict[str, str]]

@@ -47,7 +47,8 @@ def _refuse_unusable(result: ResultFile, path: Path) -> None:
     """Refuse what has the form of a result and not its fields, such as a file that somebody else made."""
     try:
         told = Result(tuple(result["runs"]))
-        told.to_json(), str(told), told.rows()
+        for tell in (told.to_json, told.__str__, told.rows):
+            tell()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"'{path}' is not the result of a run ({why}); {_ANEW}") from None

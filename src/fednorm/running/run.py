@@ -67,6 +67,8 @@ class Run:
             world=plan.world,
             per_round=plan.cohort_size,
             quorum=plan.config.engine.quorum,
+            retries=plan.config.engine.retries,
+            norm_factor=plan.config.engine.norm_factor,
             score_every=plan.config.eval_every,
             held=self.engine.hold(plan, stored.get("model") or plan.initial(), stored.get("memory", {})),
             keep_reported=False,  # the store has them, with the client's own state
@@ -134,7 +136,7 @@ class Run:
                 server.note_scores()
             else:
                 played = yield Order(exchange, server, self.plan, self.store, self.ranks, self._probing(number))
-                server.note(played.reports, played.probed)
+                server.note(played.reports, played.probed, played.joined)
                 if isinstance(played.reports, Awaited):
                     awaited.append(played.reports)
         self.unsettled.append((cast(Row, {"version": ROW_VERSION, **server.row}), server.reports, awaited))
@@ -162,7 +164,7 @@ class Run:
             row["train_loss_weighted"] = sum(r.num_examples * r.losses["all"] for r in reports) / examples
             row["seconds"] = round((now - self._settled_at) / len(rounds), 6)
             for each in awaited:
-                for client, why in each.flaws().items():
+                for client, why in each.flaws(self.server.norm_factor).items():
                     raise diverged(f"round {row['round']}, client {client}: {why}")
             self._uncommitted.append(row)
         self._settled_at = now

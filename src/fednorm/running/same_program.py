@@ -31,7 +31,7 @@ from fednorm.running.run import MakeEngine, engine_of_its_own
 
 
 def same_program(a: Plan, b: Plan) -> bool:
-    """Whether one program can play both runs, their numbers being data to it."""
+    """Whether one program can play both runs as far as they go the same way, their numbers being data to it."""
     return (
         same_settings(a.config, b.config)
         and same_phases(a.method, b.method)
@@ -41,6 +41,7 @@ def same_program(a: Plan, b: Plan) -> bool:
         and a.cohort_size == b.cohort_size
         and _same_examples(a.federation, b.federation)
         and _same_model(a.prepared, b.prepared)
+        and a.initial().keys() == b.initial().keys()
     )
 
 
@@ -77,14 +78,19 @@ def _settings(config: RunConfig) -> RunConfig:
 
 
 def same_phases(a: Method, b: Method) -> bool:
-    """Whether two methods have the same exchanges up to the numbers of their rules; when they switch is their own.
+    """Whether one method's exchanges are among the other's, up to the numbers of rules; when they switch is their own.
+
+    So one that is another up to some round, or up to what comes after the last, shares the rounds before.
 
     >>> same_phases(parse("fixbn(at=0.3)+fedprox(mu=0.1)"), parse("fixbn(at=0.6)+fedprox(mu=1)"))
+    True
+    >>> same_phases(parse("fedavg"), parse("fixbn"))
     True
     >>> same_phases(parse("fedadam(lr=0.1)"), parse("fedadam(lr=0.2)"))
     False
     """
-    return a.data == b.data and _exchanges(a) == _exchanges(b)
+    fewer, more = sorted((_exchanges(a), _exchanges(b)), key=len)
+    return a.data == b.data and fewer.items() <= more.items()
 
 
 def _exchanges(method: Method) -> dict[PhaseId, Phase]:
@@ -169,14 +175,16 @@ def _constants(prepared: Prepared) -> dict[str, Tensor]:
 def engine_maker(plans: Sequence[Plan]) -> MakeEngine:
     """How to make the engines of some runs: those that are the same program share one, and so a stack.
 
-    It is made when the first of them asks.
+    It is made when the first of them asks. A stack is laid out for the phases of its first run, which has all of them.
     """
     groups: list[list[Plan]] = []
     for plan in plans:
         if _shares(plan):
             for group in groups:
-                if same_program(group[0], plan) and local_bytes(plan) * (len(group) + 1) <= MOST_LOCAL_BYTES:
+                most = max(local_bytes(group[0]), local_bytes(plan))
+                if same_program(group[0], plan) and most * (len(group) + 1) <= MOST_LOCAL_BYTES:
                     group.append(plan)
+                    group.sort(key=lambda each: -len(each.method.all_phases))
                     break
             else:
                 groups.append([plan])

@@ -199,7 +199,8 @@ class Store:
         records = [(c, layouts[c], to_record(s.steps, s.tree, layouts[c])) for c, s in sorted(self._changed.items())]
         new = dict.fromkeys(layout for _, layout, _ in records if layout not in self._numbers)
         numbers = {**self._numbers, **{layout: len(self._numbers) + index for index, layout in enumerate(new)}}
-        with writing(self._name):
+        needed = sum(map(tree_bytes, trees.values())) + sum(len(record) for _, _, record in records)
+        with writing(self._name, needed):
             if records and not self._numbers:
                 fit_pages(self._db, len(records[0][2]) + _ROW_BYTES)
             with transaction(self._db):

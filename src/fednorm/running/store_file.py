@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from fednorm.errors import CheckpointError, DiskError, first_line
+from fednorm.files import free_bytes
 from fednorm.halves.state_bytes import page_size
 from fednorm.running.seal import BEST, Seal, Total, check_seal, seal_of
 
@@ -38,7 +39,7 @@ _WAL_BYTES = 4 << 20
 def open_file(path: Path | None, name: object, begun: bool) -> sqlite3.Connection:
     """A file that is whole, of this version, with its journal set; a new one where there is none and none must be.
 
-    One of the version before is given a seal. All of a file is looked at once, which takes about 0.3 s a gigabyte.
+    One of the version before is given a seal. All of a file is looked at, once.
     """
     db = sqlite3.connect(path or "", isolation_level=None)
     try:
@@ -175,13 +176,18 @@ def _is_full(error: sqlite3.Error) -> bool:
 
 
 @contextmanager
-def writing(name: object) -> Iterator[None]:
+def writing(name: object, needed: int = 0) -> Iterator[None]:
     """Turn what SQLite says of a file that is opened or written into one line and an exit code."""
     try:
         yield
     except sqlite3.Error as error:
         if _is_full(error):
-            raise DiskError(f"{name} cannot be written: {first_line(error)}; free some space and resume") from error
+            sizes = [f"{needed:,} bytes are to be written"] if needed else []
+            sizes += [free_bytes(name)] if isinstance(name, Path) else []
+            more = f" ({', '.join(sizes)})" if sizes else ""
+            raise DiskError(
+                f"{name} cannot be written: {first_line(error)}{more}; free some space and resume"
+            ) from error
         raise CheckpointError(f"{name} is not usable as the state of a run: {first_line(error)}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fednorm.data.registry import DATASETS
 from fednorm.running.config import RunConfig
 from fednorm.studies.library import Library
 
@@ -16,6 +17,8 @@ _STEP = {
 _OTHER = (1.0, 0.3)
 _ROUND, _SCORING, _START = 0.7, 0.15, 25.0
 """Milliseconds of the host for a run's round; seconds to score 10,000 images; seconds until the first round."""
+_ROWS = 50_000
+"""Examples of a set that does not say how many it has."""
 _CPU = 60.0
 """How much slower two CPU cores are, very roughly."""
 
@@ -24,8 +27,10 @@ def seconds_of(config: RunConfig, seeds: int, on_gpu: bool) -> float:
     """Seconds of a run with some seeds in one stack, by what models of its family took; rough, and meant to be."""
     base, each = _STEP.get(config.model.split("(")[0], _OTHER)
     cohort = config.clients_per_round or round((config.client_fraction or 1.0) * config.data.clients)
-    # An epoch of a client is not known without its data; image sets of the studies have about 50,000 rows.
-    epoch = 50_000 / config.data.clients / config.train.batch_size
+    # An epoch of a client is not known without its data: as if all had the same share of the set.
+    known = DATASETS.get(config.data.name)
+    rows = known.counts[0] if known and known.counts else _ROWS
+    epoch = rows / config.data.clients / config.train.batch_size
     steps = config.train.local_steps or round((config.train.local_epochs or 1) * epoch)
     step = base + each * cohort * seeds * config.train.batch_size / 20
     scored = config.rounds / (config.eval.every or max(1, config.rounds // 20))

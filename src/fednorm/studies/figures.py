@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fednorm.errors import ConfigError, require
 from fednorm.files import disk_errors
@@ -22,6 +24,16 @@ _TOP = 0.9
 
 def draw(study: Study, results: Sequence[Measured], path: str | Path, *, quick: bool = False) -> Path:
     """Draw what the recipe's figure asks for, of the main reading and of the cells that have a run."""
+    figure = make_figure(study, results, quick=quick)
+    path = Path(path)
+    with disk_errors(path):
+        # The name of matplotlib's version would make the file differ from one machine to the next.
+        figure.savefig(path, metadata={"Software": None})
+    return path
+
+
+def make_figure(study: Study, results: Sequence[Measured], *, quick: bool = False) -> Any:
+    """The picture as matplotlib's figure: a block of panels for each kind, and one legend below."""
     require("matplotlib", "report", "a picture of a study")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -44,17 +56,26 @@ def draw(study: Study, results: Sequence[Measured], path: str | Path, *, quick: 
             axis.set_visible(False)
     title = f"{study.id}: {study.recipe.about}"
     figure.suptitle(f"{QUICK}\n{title}" if quick else title, fontsize=10, wrap=True)
-    labels = {
-        label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    if labels:
-        place = "outside lower center"
-        figure.legend(list(labels.values()), list(labels), loc=place, ncols=2 * max(wide, 2), frameon=False, fontsize=8)
-    path = Path(path)
-    with disk_errors(path):
-        # The name of matplotlib's version would make the file differ from one machine to the next.
-        figure.savefig(path, metadata={"Software": None})
-    return path
+    legends = [axis.get_legend_handles_labels() for axis in figure.axes]
+    named = {label: handle for handles, labels in legends for handle, label in zip(handles, labels, strict=True)}
+    if named:
+        place, columns = "outside lower center", 2 * max(wide, 2)
+        figure.legend(list(named.values()), list(named), loc=place, ncols=columns, frameon=False, fontsize=8)
+    return figure
+
+
+def picture_text(study: Study, results: Sequence[Measured], folder: Path, *, quick: bool) -> str:
+    """Draw a study into a folder and say where, or why not, in a line."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return 'no picture: pip install "fednorm[report]"'
+    try:
+        panel_rows(study, results)
+    except ConfigError as why:
+        return f"no picture: {why}"
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    name = f"{study.id}-quick.png" if quick else f"{study.id}.png"
+    return f"picture: {draw(study, results, folder / name, quick=quick)}"
 
 
 def panel_rows(study: Study, results: Sequence[Measured]) -> list[list[Panel]]:

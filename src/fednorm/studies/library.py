@@ -5,22 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fednorm.errors import CheckpointError
 from fednorm.files import disk_errors, read_json, safe_name, write_json
 from fednorm.running.config import RunConfig, flat, to_dict
+from fednorm.running.probe_curves import probe_curve, probe_variance
 from fednorm.running.records import RoundRow, RunResult, as_it_was, as_written
 
 VERSION = 1
 PRECISIONS = ("fp32", "tf32", "bf16")
 """The most exact first."""
+PROBE_WINDOW = 200
+"""Looks of a probe over which its variance is taken; rounds, where it looks at every one."""
 _ELSEWHERE = ("seed", "data.dir", "data.digest", "eval.chunk", "keep", "keep_every", "use", "init_partial")
 """Fields that do not say what is computed."""
 
 
+@cache
 def key_of(config: RunConfig) -> str:
     """A digest of what a run computes, whatever its seed, its engine and its folders.
 
@@ -45,11 +50,14 @@ class Record:
     train_loss: Mapping[str, list[float]]
     """`round` and `loss`: the mean training loss of the rounds that were scored"""
     probes: Sequence[Mapping[str, Any]]
-    """what probes saw, of rounds that were scored: `round` and `probes`, as in a row"""
+    """what probes saw, of rounds that were scored: `round`, and `probes` with a number for each, the mean over clients;
+    `NAME variance` is that of a client's numbers over the last looks"""
     client_domains: Sequence[str]
     """name of each client's domain; empty where data have none"""
     environment: Mapping[str, Any]
     """versions, commit, hardware, command"""
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    """running statistics of some clients, where a figure shows them"""
 
     @property
     def seed(self) -> int:
@@ -122,9 +130,23 @@ def make_record(
     rows: Iterable[RoundRow],
     client_domains: Sequence[str],
     environment: Mapping[str, Any],
+    statistics: Mapping[str, Any] | None = None,
 ) -> Record:
     """What is kept of a run that was played to its end: of its rounds, those that were scored."""
-    scored = [row for row in rows if "eval" in row]
+    listed = list(rows)
+    scored = [row for row in listed if "eval" in row]
     losses = {"round": [row["round"] for row in scored], "loss": [row["train_loss"] for row in scored]}
-    probes = [{"round": row["round"], "probes": row["probes"]} for row in scored if "probes" in row]
-    return Record(key_of(config), to_dict(config), run, losses, probes, client_domains, environment)
+    probes = _probe_rows(config.eval.probes, listed, {row["round"] for row in scored})
+    return Record(key_of(config), to_dict(config), run, losses, probes, client_domains, environment, statistics or {})
+
+
+def _probe_rows(names: Sequence[str], rows: Sequence[RoundRow], scored: set[int]) -> list[dict[str, Any]]:
+    """What probes saw by round, and the variance of it over a window as in FixBN's Figure 3(b)."""
+    curves = {name: probe_curve(rows, name) for name in names}
+    curves |= {f"{name} variance": probe_variance(rows, name, PROBE_WINDOW) for name in names}
+    by_round: dict[int, dict[str, float]] = {}
+    for name, (rounds, values) in curves.items():
+        for round, value in zip(rounds, values, strict=True):
+            if round in scored:
+                by_round.setdefault(round, {})[name] = value
+    return [{"round": round, "probes": by_round[round]} for round in sorted(by_round)]

@@ -121,7 +121,10 @@ def _heat(
 
 
 def axis_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
-    """The score along an axis, a line a method, a panel for each value of the other axes; bars are the spread."""
+    """The score along an axis, a line a method, a panel for each value of the other axes; bars are the spread.
+
+    Crosses are what was published.
+    """
     x = study.recipe.figure["x"]
     values = list(study.recipe.axes[x])
     groups = _grouped(_whole(results), lambda cell: _setting(cell, frozenset({x})))
@@ -139,6 +142,9 @@ def _along(axis: Axes, study: Study, results: Sequence[Measured], x: str, values
         spreads = [each.ours for each in own if each.ours]
         style = _style(study, method)
         axis.errorbar(places, [s.mean for s in spreads], [s.std for s in spreads], marker="o", capsize=2, **style)
+        told = [(p, each.cell.published.mean) for p, each in zip(places, own, strict=True) if each.cell.published]
+        if told:
+            axis.plot(*zip(*told, strict=True), "x", color=style["color"], label=f"{method}, published")
     axis.set_xticks(range(len(present)), present, fontsize=8)
     axis.set_xlabel(x.replace("_", " "))
 
@@ -146,7 +152,8 @@ def _along(axis: Axes, study: Study, results: Sequence[Measured], x: str, values
 def probe_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
     """What probes saw by round, and the training loss: the mean over clients and seeds, with the range of the seeds."""
     panels = []
-    for title, some in _grouped(_where(study, results), _setting).items():
+    fixed = frozenset(study.recipe.figure.get("where", {}))
+    for title, some in _grouped(_where(study, results), lambda cell: _setting(cell, fixed)).items():
         names = dict.fromkeys(name for each in some for record in each.records for name in probe_curves(record))
         panels += [
             Panel(_joined(name, title), lambda axis, some=some, name=name: _probes(axis, study, some, name), False)
@@ -157,15 +164,13 @@ def probe_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
 
 
 def probe_curves(record: Record) -> dict[str, tuple[list[int], list[float]]]:
-    """Rounds and values of every probe, the mean over clients, of the last phase of a round."""
+    """Rounds and values of every probe."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for row in record.probes:
-        phase: Mapping[Any, Mapping[str, float]] = list(row["probes"].values())[-1]
-        for name in next(iter(phase.values())):
-            seen = [each[name] for each in phase.values()]
+        for name, value in row["probes"].items():
             rounds, values = found.setdefault(name, ([], []))
             rounds.append(row["round"])
-            values.append(sum(seen) / len(seen))
+            values.append(value)
     return found
 
 
@@ -185,11 +190,26 @@ def _losses(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
 
 
 def statistic_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
-    """Channel by channel, the statistics of two clients: results do not keep them."""
-    raise ConfigError(
-        f"{study.id} shows the running statistics of single clients, which results do not keep; "
-        "look into the folder of its run with `fednorm export`"
-    )
+    """Channel by channel, the running statistics of some clients of the first seed, where they have their own."""
+    kept = [(each.cell.method, each.records[0]) for each in results if each.records[0].statistics]
+    if not kept:
+        raise ConfigError(f"{study.id} shows statistics of single clients, which none of its runs kept; play it anew")
+    return [
+        Panel(f"{method}, norm {layer}, {part}", lambda axis, v=values, r=record: _channels(axis, study, r, v), False)
+        for method, record in kept
+        for layer, parts in record.statistics.items()
+        for part, values in parts.items()
+    ]
+
+
+def _channels(axis: Axes, study: Study, record: Record, values: Sequence[Sequence[float]]) -> None:
+    """One line a client; channels in the order of the first client's, since their numbers mean nothing."""
+    order = sorted(range(len(values[0])), key=values[0].__getitem__)
+    for number, (client, own) in enumerate(zip(study.recipe.figure["clients"], values, strict=True)):
+        name = record.client_domains[client] if record.client_domains else f"client {client}"
+        size = {"linewidth": 1.6, "zorder": 3} if number == 0 else {"linewidth": 0.5}
+        axis.plot([own[at] for at in order], color=COLOURS[number % len(COLOURS)], label=name, **size)
+    axis.set_xlabel("channel, sorted by the first client")
 
 
 KINDS: Mapping[str, Kind] = {

@@ -24,9 +24,14 @@ from fednorm.running.in_processes import play_in_processes
 from fednorm.running.records import OnRow, RoundRow, RunId
 from fednorm.running.stopping import Stop
 from fednorm.running.store import Store
+from fednorm.studies.client_statistics import Look, client_statistics
 from fednorm.studies.library import Library, Record, key_of, make_record
 from fednorm.studies.study import StudyCell
 
+_PLACES = ("--results", "--work", "--data-dir")
+"""Options that name folders."""
+_TOLD = ("fednorm", "python", "torch", "commit", "gpu", "cpu_count", "started")
+"""What a record keeps of where it was made: what may have a part in its numbers."""
 Watched = Callable[[Sequence[Cell]], AbstractContextManager[OnRow]]
 """Who watches some runs while they are played."""
 
@@ -72,7 +77,11 @@ def wanted_runs(cells: Iterable[StudyCell], seeds: Sequence[int]) -> list[tuple[
 
 
 def play_runs(
-    runs: Iterable[tuple[RunConfig, int]], place: Place, watched: Watched, deadline: float = float("inf")
+    runs: Iterable[tuple[RunConfig, int]],
+    place: Place,
+    watched: Watched,
+    deadline: float = float("inf"),
+    look: Look | None = None,
 ) -> bool:
     """Play the runs that were not played before; whether all came to their end before the deadline.
 
@@ -80,6 +89,8 @@ def play_runs(
     """
     missing = [place.settled(config, seed) for config, seed in runs if not place.has(config, seed)]
     for together in _batches([place.cell(config) for config in missing]):
+        for cell in {cell.id.method: cell for cell in reversed(together)}.values():
+            cell.plan()  # what can be refused is refused before anything is written
         for cell in together:
             expected = stored_config(cell.config, cell.objects)
             if not cell.folder.config.exists():
@@ -91,7 +102,7 @@ def play_runs(
                 _play(pending, place, _until(deadline, tell))
         for cell in together:
             if cell.is_done:
-                place.library.save(_kept(cell))
+                place.library.save(_kept(cell, look))
         if not all(cell.is_done for cell in together):
             return False
     return True
@@ -130,12 +141,36 @@ def _until(deadline: float, tell: OnRow) -> OnRow:
     return watch
 
 
-def _kept(cell: Cell) -> Record:
+def _kept(cell: Cell, look: Look | None) -> Record:
     """What the library keeps of a run in its folder."""
-    domains = domains_of_clients(cell.plan().federation)
-    environment = {**read_json(cell.folder.path / "env.json"), "command": shlex.join(["fednorm", *sys.argv[1:]])}
+    plan = cell.plan()
+    stored = read_json(cell.folder.path / "env.json")
+    environment = {key: stored.get(key) for key in _TOLD} | {"command": plain_command(sys.argv[1:])}
     with closing(Store(cell.folder.state)) as store:
-        return make_record(updated(cell.config, {"data.dir": None}), cell.result(), store.rows(), domains, environment)
+        return make_record(
+            updated(cell.config, {"data.dir": None}),
+            cell.result(),
+            store.rows(),
+            domains_of_clients(plan.federation),
+            environment,
+            client_statistics(plan, store, look) if look else {},
+        )
+
+
+def plain_command(arguments: Iterable[str]) -> str:
+    """A command without the folders of the machine it was given on.
+
+    >>> plain_command(["--next", "--minutes", "25", "--work", "/tmp/x"])
+    'fednorm --next --minutes 25'
+    """
+    words = iter(arguments)
+    kept = []
+    for word in words:
+        if word in _PLACES:
+            next(words, None)
+        elif not word.startswith(tuple(f"{option}=" for option in _PLACES)):
+            kept.append(word)
+    return shlex.join(["fednorm", *kept])
 
 
 def domains_of_clients(federation: Federation) -> list[str]:

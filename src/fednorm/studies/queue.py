@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fednorm.data.verify import describe_dataset
 from fednorm.errors import FednormError
 from fednorm.running.config import RunConfig
+from fednorm.studies.client_statistics import Look, look_of
 from fednorm.studies.estimate import usual_seconds
 from fednorm.studies.library import Library, key_of
 from fednorm.studies.playing import Place, Watched, play_runs
@@ -45,6 +46,7 @@ class Job:
     label: str
     config: RunConfig
     seeds: tuple[int, ...]
+    look: Look | None = None
 
 
 def missing_jobs(studies: Sequence[Study], library: Library) -> Iterator[Job]:
@@ -56,7 +58,7 @@ def missing_jobs(studies: Sequence[Study], library: Library) -> Iterator[Job]:
                 key = key_of(cell.config)
                 seeds = tuple(seed for seed in study.recipe.seeds if not library.has(cell.config, seed))
                 if seeds and key not in seen:
-                    yield Job(study.id, _label(cell), cell.config, seeds)
+                    yield Job(study.id, _label(cell), cell.config, seeds, look_of(study.recipe))
                 seen.add(key)
 
 
@@ -79,7 +81,7 @@ def play_next(
         for seeds in _that_fit(job, place, deadline - time.monotonic()):
             say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
             try:
-                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline)
+                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, job.look)
             except FednormError as error:  # of one job, and no reason to leave the machine idle
                 say(f"{job.study}  {job.label}: {error}")
                 continue

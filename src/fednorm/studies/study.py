@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from fednorm.errors import ConfigError, unknown
@@ -110,16 +110,21 @@ class Study:
             for axis, values in recipe.quick_axes.items():
                 fields |= values.get(texts.get(axis, ""), {})
         # An expression may name an axis: fedwon(use_agc={agc}).
-        name = parse(expression.format_map(texts)).name
-        config = updated(from_dict(recipe.run), {**fields, "method": name})
+        config = updated(self._common, {**fields, "method": _full_name(expression.format_map(texts))})
         names = {**recipe.score.names, **recipe.score.stand_ins} if quick else recipe.score.names
         score = replace(recipe.score, names=names)
         return StudyCell(self.id, method, setting, variant, config, score, published, self._describing)
 
-    @property
+    @cached_property
+    def _common(self) -> RunConfig:
+        """What all cells share."""
+        return from_dict(self.recipe.run)
+
+    @cached_property
     def _describing(self) -> frozenset[str]:
-        """Axes that set nothing, whatever their value."""
-        return frozenset(axis for axis, values in self.recipe.axes.items() if not any(values.values()))
+        """Axes that set nothing, whatever their value, and that no method's expression names."""
+        silent = {axis for axis, values in self.recipe.axes.items() if not any(values.values())}
+        return frozenset(axis for axis in silent if f"{{{axis}}}" not in str(self.recipe.methods))
 
 
 @cache
@@ -132,6 +137,12 @@ def all_studies() -> list[Study]:
     """Every study, in the order in which they are played."""
     found = [find_study(id) for id in experiments()]
     return sorted(found, key=lambda study: (study.recipe.place is None, study.recipe.place or 0))
+
+
+@cache
+def _full_name(expression: str) -> str:
+    """A method by the name it has in results, in which every spelling of it is the same."""
+    return parse(expression).name
 
 
 def _text(value: Any) -> str:

@@ -17,6 +17,7 @@ from fednorm.halves.cost import exchange_cost
 from fednorm.halves.prepared import Prepared, prepare
 from fednorm.halves.schema import Schema
 from fednorm.methods import known_methods, parse
+from fednorm.models.calling import refuse_given
 from fednorm.views.describe_model import cost, in_time
 from fednorm.views.describe_piece import describe_piece, explain_piece
 
@@ -85,6 +86,7 @@ def _pieces(method: Method) -> list[Any]:
 @cache
 def _reference(model: str) -> nn.Module:
     term = parse_term(model, "model", "resnet20(shortcut=B)")
+    refuse_given(term)
     return models.build(term.name, **term.options)
 
 

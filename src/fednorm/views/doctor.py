@@ -15,7 +15,7 @@ from typing import Any
 
 EXTRAS = {
     "report": ("matplotlib", "pandas"),
-    "data": ("pillow", "scipy"),
+    "data": ("pillow",),
     "table": ("pyarrow",),
     "track": ("tensorboard",),
     "wandb": ("wandb",),

@@ -6,10 +6,11 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from fednorm.data.bounds import refuse_above
 from fednorm.data.from_files.problems import MOST, refuse
 from fednorm.errors import ConfigError, first_line, require
 
@@ -141,24 +142,34 @@ def column_of(name: str, cells: Sequence[str]) -> Column:
 def read_parquet(path: Path) -> Table:
     """A Parquet file: numbers, texts and truth values; other types are refused by name when they are used."""
     require("pyarrow", "table", "reading a Parquet file")
-    import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     try:
         # One file, whatever the folders around it are called.
-        stored = parquet.ParquetFile(str(path)).read()
-    except (arrow.ArrowException, OSError, ValueError) as error:
+        file = parquet.ParquetFile(str(path))
+        # What repeats takes no room in the file: a row may be a bit there and is eight bytes a cell here, or more.
+        refuse_above(path, 8 * file.metadata.num_rows * file.metadata.num_columns, path.stat().st_size)
+        stored = file.read()
+        problems: list[str] = []
+        _check_names(stored.column_names, path, problems)
+        refuse(problems, f"table:{path}")
+        columns = {
+            name: _parquet_column(name, column)
+            for name, column in zip(stored.column_names, stored.columns, strict=True)
+        }
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever pyarrow makes of damaged bytes, some of it when texts are taken out
         raise ConfigError(f"'{path}' is not a readable Parquet file ({first_line(error)}); write it again") from None
-    problems: list[str] = []
-    _check_names(stored.column_names, path, problems)
-    refuse(problems, f"table:{path}")
-    columns: dict[str, Column] = {}
-    for name, column in zip(stored.column_names, stored.columns, strict=True):
-        kind, types = column.type, arrow.types
-        if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
-            numbers = np.array([np.nan if each is None else float(each) for each in column.to_pylist()])
-            columns[name] = Column(name, "whole" if types.is_integer(kind) else "number", numbers)
-        else:
-            texts = ["" if each is None else str(each) for each in column.to_pylist()]
-            columns[name] = Column(name, "text", np.array(texts, dtype=object))
     return Table(path, columns, None)
+
+
+def _parquet_column(name: str, column: Any) -> Column:
+    from pyarrow import types
+
+    kind = column.type
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        numbers = np.array([np.nan if each is None else float(each) for each in column.to_pylist()])
+        return Column(name, "whole" if types.is_integer(kind) else "number", numbers)
+    texts = ["" if each is None else str(each) for each in column.to_pylist()]
+    return Column(name, "text", np.array(texts, dtype=object))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fednorm.core import rng
-from fednorm.data.bounds import refuse_above, unpacked
+from fednorm.data.bounds import most_bytes, unpacked
 from fednorm.data.image_set import ImageSet, resize
 from fednorm.data.readers.forms import Form, below, damaged, lines_of
 from fednorm.data.readers.idx import DIGITS
 from fednorm.data.readers.images import read_class_tree, read_images
+from fednorm.data.readers.matlab import read_matlab
 from fednorm.data.readers.packed import grey, labels, read_archive, unpack
 from fednorm.data.registry import DIGIT_DOMAINS
-from fednorm.errors import FednormError, first_line, require
+from fednorm.errors import first_line
 
 TRAIN_PER_DOMAIN = 7_438
 USPS_TEST = 1_860
@@ -52,18 +52,10 @@ def read_libsvm(path: Path) -> tuple[Tensor, Tensor]:
 
 def read_mat(path: Path) -> tuple[Tensor, Tensor]:
     """SVHN's and SynthDigits' MATLAB files: X (H, W, 3, N), y (N, 1), where 10 means the digit 0."""
-    require("scipy", "data", "reading MATLAB files")
-    from scipy.io import loadmat, whosmat
-
     try:
-        arrays = {name: (shape, kind) for name, shape, kind in whosmat(str(path)) if name in ("X", "y")}
-        size = sum(math.prod(shape) * (1 if kind == "uint8" else 8) for shape, kind in arrays.values())
-        refuse_above(path, size, path.stat().st_size)
-        content = loadmat(str(path), variable_names=["X", "y"])
+        content = read_matlab(path, ("X", "y"), most_bytes(path.stat().st_size))
         images, codes = content["X"], content["y"].reshape(-1)
-    except FednormError:
-        raise
-    except Exception as error:  # whatever scipy makes of damaged bytes
+    except (ValueError, KeyError, OSError) as error:
         raise damaged(path, f"not a MATLAB file with X and y ({first_line(error)})") from error
     if images.dtype != np.uint8 or images.ndim != 4 or codes.dtype.kind not in "uif" or len(codes) != images.shape[3]:
         raise damaged(path, f"X is {images.shape} {images.dtype} and y {codes.shape} {codes.dtype}")

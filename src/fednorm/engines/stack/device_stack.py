@@ -14,15 +14,16 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from fednorm.core.phases import PhaseId
-from fednorm.core.report import Report
+from fednorm.core.report import LOSSES, Report
 from fednorm.core.state import Entry, Policy, Tree
 from fednorm.data.batches import Batches
 from fednorm.engines.base import MOST_AWAITED, Awaited, stack_trees
+from fednorm.engines.stack.guard import NUM_MOVED, flaws_of_numbers, off_by_norms
 from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.messages import Assignment, Member, Messages, message
-from fednorm.engines.stack.phase_program import FINE, LOSSES, NOT_FINITE, PhaseProgram, named, unnamed
+from fednorm.engines.stack.phase_program import FINE, NOT_FINITE, PhaseProgram, named, unnamed
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
 from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix, aligned
 from fednorm.engines.stack.ways import Ways
@@ -57,6 +58,7 @@ class LateReports(Awaited):
         self._clients = task.clients
         self._ready: list[Report] | None = None
         self._health: list[float] = []
+        self._moved: list[list[float]] = []
 
     def send(self) -> None:
         """Let the reports come to the host, where they are read later."""
@@ -68,7 +70,8 @@ class LateReports(Awaited):
             program, slot, row, sites = self._at
             first = row * program.clients
             log = (self._log or program.log()).read()
-            *numbers, health = log[slot, :, first : first + program.clients].tolist()
+            columns = log[slot, :, first : first + program.clients].tolist()
+            numbers, self._moved, health = columns[: -NUM_MOVED - 1], columns[-NUM_MOVED - 1 : -1], columns[-1]
             self._ready = [
                 Report(
                     client=client,
@@ -81,14 +84,15 @@ class LateReports(Awaited):
             self._health = health
         return self._ready
 
-    def flaws(self) -> dict[int, str]:
+    def flaws(self, norm_factor: float | None) -> dict[int, str]:
         """Clients with numbers that cannot be used, and why."""
-        self.settle()
-        return {
+        reports = self.settle()
+        found = {
             client: "its update is not finite" if found == NOT_FINITE else "a variance or counter of it is negative"
             for client, found in zip(self._clients, self._health, strict=True)
             if found != FINE
         }
+        return found or flaws_of_numbers(reports) or off_by_norms(self._clients, self._moved, norm_factor)
 
     def __getitem__(self, index: Any) -> Any:
         return self.settle()[index]
@@ -132,7 +136,8 @@ class DeviceStack:
         """reports by their slot and row in a program's log, as long as somebody may look at them"""
         self._remembered = [frozenset[str]() for _ in runs]
         self._asked: Counter[Work] = Counter()
-        self._messages: WeakKeyDictionary[PhaseProgram, Messages] = WeakKeyDictionary()
+        self._messages: WeakKeyDictionary[PhaseProgram, dict[tuple[int, ...], Messages]] = WeakKeyDictionary()
+        """of each program, by the runs that take part"""
         first = self._layouts["server"].pack(stack_trees(servers))
         self._state = {
             name: aligned(flat) for prefix in ("server", "initial") for name, flat in named(prefix, first).items()
@@ -228,11 +233,10 @@ class DeviceStack:
     def exchange(self, tasks: Mapping[int, Assignment], steps: int, size: int) -> dict[int, LateReports]:
         """One exchange of some runs, whose clients all take this many steps on batches of this size."""
         key, program = self._program(PhaseProgram, tasks, steps, size)
-        if program not in self._messages:
-            self._messages[program] = Messages()
         runs = sorted(tasks)
-        members = [self._members[run] for run in runs]
-        flat = self._messages[program].next(program, members, [tasks[run] for run in runs])
+        by_runs = self._messages.setdefault(program, {})
+        messages = by_runs.get(tuple(runs)) or by_runs.setdefault(tuple(runs), Messages())
+        flat = messages.next(program, [self._members[run] for run in runs], [tasks[run] for run in runs])
         return self._play(key, program, flat, tasks)
 
     def exchange_ragged(self, run: int, task: Assignment) -> dict[int, LateReports]:

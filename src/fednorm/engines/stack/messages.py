@@ -75,28 +75,30 @@ class Messages:
     """The messages of the next exchanges of some runs, as a program takes them.
 
     A round of one step is over in a millisecond, in which a host that composed its message would hardly do more than
-    that. So where all clients take part in every round, those of many rounds are composed in one go.
+    that. So where all clients take part in every round, those of many rounds are composed in one go: the first time as
+    many as may be, then twice as many as were of use the last time.
     """
 
     def __init__(self) -> None:
-        self._runs: list[int] = []
         self._begun: list[Assignment] = []
         """what the first of these exchanges has each run do"""
         self._flat = torch.empty(0, 0)
-        self._sent = -1
+        self._sent, self._used = -1, _AHEAD
+        """the last message that was sent, and how many were"""
 
     def next(self, program: PhaseProgram, members: Sequence[Member], tasks: Sequence[Assignment]) -> Tensor:
-        """The message of the exchange that these runs are to do now."""
-        at = self._place(program, members, tasks)
+        """The message of the exchange that these runs, always the same ones, are to do now."""
+        at = self._place(program, tasks)
         if at is None or not self._with_numbers(at, program, tasks):
             self._make(program, members, tasks)
             at = 0
-        self._sent = max(self._sent, at)
+        if at > self._sent:
+            self._sent, self._used = at, self._used + 1
         return self._flat[at]
 
-    def _place(self, program: PhaseProgram, members: Sequence[Member], tasks: Sequence[Assignment]) -> int | None:
+    def _place(self, program: PhaseProgram, tasks: Sequence[Assignment]) -> int | None:
         """Which of the messages is the one for these tasks, if any."""
-        if self._runs != [member.run for member in members]:
+        if not self._begun:
             return None
         ahead = tasks[0].firsts[0] - self._begun[0].firsts[0]
         for begun, task in zip(self._begun, tasks, strict=True):
@@ -124,7 +126,7 @@ class Messages:
             rows, keys = member.batches.span(task.clients, task.firsts, count * program.steps)
             drawn.append((rows, keys, member.batches.draws(keys, rows.shape[-1])))
         self._flat = program.flat(message(members, tasks, drawn), count)
-        self._runs, self._begun, self._sent = [member.run for member in members], list(tasks), -1
+        self._begun, self._sent, self._used = list(tasks), -1, 0
 
     def _many(self, program: PhaseProgram, members: Sequence[Member], tasks: Sequence[Assignment]) -> int:
         """How many exchanges are made ready: one where clients may change, else those whose batches have one size."""
@@ -137,4 +139,4 @@ class Messages:
             for client, first in zip(task.clients, task.firsts, strict=True)
         ]
         steps = min(_AHEAD, *(stream.alike_from(first, _AHEAD) for stream, first in streams))
-        return max(1, min(steps // program.steps, _MOST_NUMBERS // program.message_size))
+        return max(1, min(steps // program.steps, _MOST_NUMBERS // program.message_size, 2 * self._used))

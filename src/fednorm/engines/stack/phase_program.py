@@ -14,22 +14,23 @@ from torch.func import grad_and_value
 
 from fednorm.core.optim import Joined
 from fednorm.core.reductions import merging
-from fednorm.core.report import Reports
+from fednorm.core.report import LOSSES, Reports
 from fednorm.core.state import Policy, Tree
 from fednorm.core.step import Batch, Carry, Step, training_mode
 from fednorm.data.batches import Batches
 from fednorm.engines.stack.attributes import unchanged
 from fednorm.engines.stack.gather import Gather
+from fednorm.engines.stack.guard import NUM_MOVED, moved_norms
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows
 from fednorm.engines.stack.ways import Way
-from fednorm.halves.merging import cannot_be_negative, merge_stack
+from fednorm.halves.guard import cannot_be_negative
+from fednorm.halves.merging import merge_stack
 from fednorm.halves.prepared_phase import CARRIED, PreparedPhase, Source, source_of
 from fednorm.halves.site import Sites
 
-LOSSES = ("all", "last_epoch", "last_batch")
 FINE, NOT_FINITE, NEGATIVE = 1.0, 0.0, -1.0
 """What the log says of a client's numbers."""
 _WORTH_A_LINE = 3.0
@@ -94,7 +95,7 @@ class PhaseProgram:
             name: (part.view(torch.float64) if name == "numbers" else part).view(shape)
             for (name, shape), part in zip(message.items(), self._inbox.split(sizes), strict=True)
         }
-        width = len(LOSSES) + len(phase.phase.measures) + 1
+        width = len(LOSSES) + len(phase.phase.measures) + NUM_MOVED + 1
         self._own: Tree = {
             "step": torch.zeros(1, dtype=torch.int64, device=sites.device),
             "slot": torch.zeros(1, dtype=torch.int64, device=sites.device),
@@ -317,7 +318,8 @@ class PhaseProgram:
 
         with merging(StackCohort()):
             merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
-        report = torch.stack([*losses.values(), *scalars.values(), self._health(state, flats)])
+        moved = moved_norms(flats, self._stacks, self.schema, server, self.runs)
+        report = torch.stack([*losses.values(), *scalars.values(), *moved, self._health(state, flats)])
         changed = {**named("server", self._layouts["server"].join_rows(merged)), **named("memory", remembered)}
         rows: Rows = {key: (state["runs"], value) for key, value in changed.items()}
         rows["log"] = state["slot"], report.unsqueeze(0)
@@ -364,12 +366,12 @@ class PhaseProgram:
 
     def _signed(self) -> Flats:
         """For the numbers of each type that are not trained, whether they may be negative: variances may not."""
-        layout, shared = self._stacks["state"], set(self.phase.shared)
+        layout, checked = self._stacks["state"], {*self.phase.shared, *self.phase.kept}
         masks = {}
         for name, keys in layout.keys.items():
             entries = [self.schema[key][0] for key in keys]
             parts = [
-                torch.full((entry.size,), not (cannot_be_negative(entry) and entry.key in shared)) for entry in entries
+                torch.full((entry.size,), not (cannot_be_negative(entry) and entry.key in checked)) for entry in entries
             ]
             mask = torch.cat(parts).to(self.sites.device)
             if not bool(mask.all()):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fednorm.core.report import LOSSES
 from fednorm.core.state import Tree
 from fednorm.data.batches import Batches
-from fednorm.engines.stack.phase_program import LOSSES, PhaseProgram
+from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.engines.stack.program import Rows, put
 from fednorm.engines.stack.row_matrix import aligned_rows
 from fednorm.engines.stack.timetable import Launch, timetable

@@ -134,10 +134,15 @@ class StackTrainer:
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
     ) -> Iterator[Outcome]:
         if self._sequential:
-            for done in self._sequential.train(phase, numbers, jobs, probing):
-                if self._failed:
-                    self._say("using sequential")
-                yield done
+            try:
+                for done in self._sequential.train(phase, numbers, jobs, probing):
+                    if self._failed:
+                        self._say("using sequential")
+                    yield done
+            except Exception:
+                if self._failed:  # it was not for the mapping that training failed
+                    self._sequential, self.fell_back, self._failed = None, "", ""
+                raise
             return
         waiting = list(jobs)
         while waiting:
@@ -195,8 +200,9 @@ class StackTrainer:
                 carry = next_pass(each, carry, start)
             carry = self._pass(phase, each, number, carry, numbers, jobs, probing, losses, probed)
         states = carry.tree
+        seen = probed if probing else [None] * len(jobs)
         return [
-            outcome(self.sites, phase, numbers, job, pick(states, row), torch.stack(losses[row]).tolist(), probed[row])
+            outcome(self.sites, phase, numbers, job, pick(states, row), torch.stack(losses[row]).tolist(), seen[row])
             for row, job in enumerate(jobs)
         ]
 

@@ -1,0 +1,55 @@
+"""Trees of several clients, entry by entry as stacks: who checks them and who merges them asks for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fednorm.core.state import Tree
+
+KEPT_SIZE = 1 << 20
+"""Numbers of a stack that is kept."""
+
+
+class Stacks:
+    """Entries of some clients' trees, each with a leading axis over them, ascending by id; small ones are kept."""
+
+    def __init__(self, trees: Sequence[Tree]) -> None:
+        self.trees = trees
+        self._kept: Tree = {}
+        self._norms: Tree = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self._kept:
+            return self._kept[key]
+        stack = torch.stack([tree[key] for tree in self.trees])
+        if stack.numel() <= KEPT_SIZE:
+            self._kept[key] = stack
+        return stack
+
+    def rows(self, key: str) -> Tensor:
+        """An entry with one row of numbers for each client."""
+        stack = self[key]
+        return stack.flatten(1) if stack.dim() > 1 else stack.unsqueeze(-1)
+
+    def norms(self, key: str) -> Tensor:
+        """The Euclidean norm of each client's entry; not finite where a number of it is not, or is far too large."""
+        if key not in self._norms:
+            self._norms[key] = norms_of(self.rows(key))
+        return self._norms[key]
+
+
+def norms_of(rows: Tensor) -> Tensor:
+    """The Euclidean norm of each row, in a type that is no narrower than float32."""
+    norm = cast(Callable[..., Tensor], torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]
+    return norm(rows, dim=1, dtype=torch.float32 if rows.dtype.itemsize < 4 else None)
+
+
+def all_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of each tensor."""
+    # One call for all, which torch names as if it were private.
+    norm = cast(Callable[..., list[Tensor]], torch._foreach_norm)  # pyright: ignore
+    return torch.stack(norm(list(tensors)))

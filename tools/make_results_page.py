@@ -1,0 +1,131 @@
+"""Write docs/results.md and its pictures from the files in studies/results: the papers' numbers beside ours.
+
+python tools/make_results_page.py            # the page, and a picture for every study that has runs
+python tools/make_results_page.py --check    # exit code 1 where the page is not what the files give
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fednorm.errors import ConfigError
+from fednorm.studies.beside import COLUMNS, sentences, table_rows
+from fednorm.studies.figures import draw, panel_rows
+from fednorm.studies.library import Library
+from fednorm.studies.measured import Measured, measured
+from fednorm.studies.queue import Standing, standing
+from fednorm.studies.study import Study, all_studies
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, PICTURES, RESULTS = ROOT / "docs" / "results.md", ROOT / "docs" / "img", ROOT / "studies" / "results"
+HEAD = """# Results
+
+This page is written by `make docs` from the files in `studies/results` alone: one file a run and seed, with its config,
+its curve, its commit, its command and the machine it ran on. What was tried where we differ from a paper is in
+[studies/NOTES.md](../studies/NOTES.md).
+
+`paper` is what was published, with its spread where there is one; `ours` is the score after the last round, mean and
+sample standard deviation over the seeds. `best round` is the mean of each seed's best scored round: it is **chosen on
+test**, stands here only because a paper may have done so, and is no result. A table has the cells that have runs;
+a reading other than the main one is named in brackets behind its method.
+
+`fednorm reproduce --next` plays what is open, in the order of this list.
+"""
+
+
+def page(folder: Path = RESULTS) -> str:
+    """docs/results.md."""
+    library, studies = Library(folder), all_studies()
+    parts = [HEAD, _overview([standing(study, library) for study in studies])]
+    for study in studies:
+        results = played(study, library)
+        if results:
+            parts.append("\n".join(_section(study, results)))
+    return "\n".join(parts)
+
+
+def played(study: Study, library: Library) -> list[Measured]:
+    """The cells of a study that have runs, other readings last."""
+    return [each for each in measured(study.cells(variants=True), library) if each.records]
+
+
+def _overview(standings: Sequence[Standing]) -> str:
+    rows = [
+        f"| {_linked(each)} | {each.state} | {each.done} of {each.cells} | {each.study.recipe.about} |"
+        for each in standings
+    ]
+    return "\n".join(["| study | state | cells | what it asks |", "|---|---|--:|---|", *rows, ""])
+
+
+def _linked(each: Standing) -> str:
+    """The name of a study, with a link where the page has a section on it."""
+    id = each.study.id
+    return f"[{id}](#{id.replace('.', '').lower()})" if each.begun else id
+
+
+def _section(study: Study, results: Sequence[Measured]) -> Iterator[str]:
+    yield f"## {study.id}\n"
+    yield f"{study.recipe.about}\n"
+    if drawable(study, results):
+        yield f"![{study.id}](img/{picture_of(study).name})\n"
+    names = [f"{name} (chosen on test)" if name == "best round" else name for name in COLUMNS]
+    yield f"| {' | '.join(names)} |"
+    yield f"|{'|'.join('---' if name in ('method', 'setting') else '--:' for name in COLUMNS)}|"
+    yield from (f"| {' | '.join(row)} |" for row in table_rows(results, quick=False))
+    yield ""
+    main = [each for each in results if not each.cell.variant]
+    yield from (f"- {text}" for text in sentences(study, main, quick=False))
+    shown = {each.cell.variant: study.recipe.variants[each.cell.variant] for each in results if each.cell.variant}
+    yield from (f"- [{name}]: {variant['about']}" for name, variant in shown.items())
+    yield from (f"- {text}" for text in _origins(study, results))
+    yield ""
+
+
+def picture_of(study: Study) -> Path:
+    """The file of a study's picture."""
+    return PICTURES / f"results_{study.id}.png"
+
+
+def drawable(study: Study, results: Sequence[Measured]) -> bool:
+    """Whether there is something to draw: a figure of single clients' statistics, or of one point, has nothing."""
+    try:
+        return bool(panel_rows(study, results))
+    except ConfigError:
+        return False
+
+
+def _origins(study: Study, results: Sequence[Measured]) -> Iterator[str]:
+    """Commands, commits and seconds of the runs."""
+    found = [record for each in results for record in (*each.records, *each.others)]
+    records = list({record.file_name: record for record in found}.values())
+    played_by = sorted({str(record.environment.get("command", "")) for record in records})
+    yield f"command: `fednorm reproduce {study.id}`; played by {', '.join(f'`{text}`' for text in played_by)}"
+    commits = sorted({str(record.environment.get("commit", "unknown"))[:12] for record in records})
+    yield f"commit: {', '.join(commits)}"
+    yield f"runs: {len(records)}, {sum(record.run['seconds'] for record in records):,.0f} s in all"
+
+
+def draw_all(folder: Path = RESULTS) -> list[Path]:
+    """A picture for every study that has something to draw."""
+    library = Library(folder)
+    found = [(study, played(study, library)) for study in all_studies()]
+    return [draw(study, results, picture_of(study)) for study, results in found if drawable(study, results)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page and its pictures, or say whether the page is current."""
+    text = page()
+    if "--check" in arguments:
+        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
+            return 0
+        print("docs/results.md is out of date; run python tools/make_results_page.py", file=sys.stderr)
+        return 1
+    draw_all()
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
