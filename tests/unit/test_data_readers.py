@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fednorm.data import load_dataset
-from fednorm.data.readers.digits import read_mat
 from fednorm.data.verify import describe_dataset, verify
 from fednorm.errors import ConfigError
 
@@ -185,24 +184,6 @@ def test_svhn_matlab_files_count_ten_as_zero(tmp_path):
     (tmp_path / "svhn" / "test_32x32.mat").write_bytes(b"not a mat file" * 20)
     with pytest.raises(ConfigError, match=r"test_32x32.mat is damaged: not a MATLAB file with X and y"):
         load_dataset("svhn", tmp_path)
-
-
-@pytest.mark.parametrize(("kind", "each"), [(np.uint8, 1), (np.float64, 8)])
-def test_a_matlab_file_that_would_become_too_much_is_refused(tmp_path, monkeypatch, kind, each):
-    """By the bytes its head announces, before a number of it is read."""
-    savemat = pytest.importorskip("scipy.io").savemat
-    (tmp_path / "svhn").mkdir()
-    arrays = {"X": np.zeros((32, 32, 3, 4), dtype=kind), "y": np.ones((4, 1), dtype=kind)}
-    path = tmp_path / "svhn" / "train_32x32.mat"
-    savemat(path, arrays, do_compression=True)
-    size = (32 * 32 * 3 * 4 + 4) * each
-    monkeypatch.setenv("FEDNORM_MAX_GB", str((size - 1) / 1e9))
-    with pytest.raises(ConfigError) as refusal:
-        read_mat(path)
-    assert f"would become more than {size - 1:,}, which data do not" in str(refusal.value)
-    monkeypatch.setenv("FEDNORM_MAX_GB", str(size / 1e9))
-    if kind is np.uint8:
-        assert read_mat(path)[0].shape == (4, 3, 32, 32)
 
 
 def test_femnist_has_a_domain_for_every_writer(tmp_path):
