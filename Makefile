@@ -44,7 +44,7 @@ $(TRITON_READY): locks/triton.txt
 	$(BIN)/python $(LOCKED) --upgrade --target $(TRITON) -r locks/triton.txt
 	@touch $@
 
-mutants: $(READY)  ## put mistakes into the package, one by one, and see which the tests notice: hours (N=300 SEED=0)
+mutants: $(READY)  ## put mistakes into the package, one by one, and see which the tests notice: an hour (N=300 SEED=0)
 	$(BIN)/python tools/mutants.py map
 	$(BIN)/python tools/mutants.py run --number $(or $(N),300) --seed $(or $(SEED),0)
 
@@ -78,5 +78,5 @@ lock: $(READY)  ## write locks/ anew, with the hashes of what constraints.txt pi
 	$(BIN)/python tools/make_lock.py
 
 clean:  ## remove the virtual environment and all caches; runs stay
-	rm -rf $(VENV) $(TRITON) .pytest_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(TRITON) .mutants .pytest_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -262,3 +262,13 @@ def test_a_part_that_another_leaves_nothing_to_act_on_is_refused(expression: str
         f"'{part}' finds no BatchNorm layer to act on in the given ResNet and would equal '{rest}'; "
         f"use '{rest}', another model, or --allow-noop to run it all the same"
     )
+
+
+def test_a_cohort_in_lock_step_goes_apart_once_its_statistics_are_frozen() -> None:
+    """Batch statistics that all agree on are of no use then; with the affine frozen alone they still are."""
+
+    def lockstep(expression: str) -> list[list[int]]:
+        return [[phase.lockstep for phase in stage] for stage in parse(expression).stages]
+
+    assert lockstep("fedtan+fixbn") == lockstep("fedtan+fixbn(affine=true)") == [[1], [0]]
+    assert lockstep("fedtan+fixbn(statistics=false,affine=true)") == [[1], [1]]

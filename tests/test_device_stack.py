@@ -113,6 +113,15 @@ def test_vectors_are_spared_from_decay_on_the_device_too() -> None:
     assert gap(spared, everything) > 1e-3
 
 
+def test_a_rate_that_changes_every_round_reaches_messages_made_ready_before() -> None:
+    """What the device is told of several rounds is made at once, with the numbers of the first."""
+    changes = {"model": tiny.conv_net(), "data": tiny.federation((8, 8, 8)), "rounds": 6, "eval__every": 6}
+    cosine = {**changes, "train__schedule": "cosine"}
+    reference = tiny.play(tiny.plan(**cosine))
+    assert gap(reference, on_device("fedavg", **cosine)) < 1e-10
+    assert gap(reference, tiny.play(tiny.plan(**changes))) > 1e-3
+
+
 def test_fewer_steps_than_an_epoch_are_the_last_epoch() -> None:
     """FedBS weighs by the loss of the last epoch: of three steps of four, of the last two, and of the last one."""
     data = tiny.federation((14, 7, 3))

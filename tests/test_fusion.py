@@ -78,6 +78,43 @@ def test_rows_of_pieces_that_became_one_long_row_are_joined() -> None:
     assert equal_when_fused(gates, torch.randn(2, 5, 6))["aten.cat.default"] == 1
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_what_follows_a_norm_is_done_by_its_operator_each_way(residual: bool) -> None:
+    """relu(norm(x)), or relu(norm(x) + other), and the gradient behind that ReLU: no other operator is left."""
+    own = torch.ops.fednorm
+    gamma, beta, mean, var = (torch.rand(2, 4, dtype=torch.float64) + 0.5 for _ in range(4))
+    counter = torch.zeros(2, dtype=torch.int64)
+    x, other, dy = (torch.randn(2, 3, 4, 5, 5, dtype=torch.float64) for _ in range(3))
+
+    def both_ways(x: Tensor, other: Tensor, dy: Tensor, gamma: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        normed, seen_mean, seen_var, *_ = own.norm(x, gamma, *state, True, 0.1, 1e-5)
+        y = (normed + other if residual else normed).relu()
+        behind = torch.ops.aten.threshold_backward(dy, y, 0)
+        dx = own.norm_grad(x, behind, seen_mean, seen_var, gamma, True, 1e-5)[0]
+        return (y, dx, behind) if residual else (y, dx)
+
+    given = (x, other, dy, gamma, beta, mean, var, counter)
+    fused = fuse(trace(both_ways, *given))
+    assert {name for name in operators(fused) if name != "<built-in function getitem>"} == {
+        "fednorm.norm.default",
+        "fednorm.norm_grad.default",
+    }
+    for got, wanted in zip(fused(*given), both_ways(*given), strict=True):
+        assert torch.allclose(got, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_what_follows_a_group_norm_is_done_by_its_operator(residual: bool) -> None:
+    gamma, beta = torch.rand(2, 4), torch.rand(2, 4)
+
+    def shown(x: Tensor, other: Tensor) -> Tensor:
+        normed = torch.ops.fednorm.group_norm(x, gamma, beta, 2, 1e-5)[0]
+        return (normed + other if residual else normed).relu()
+
+    found = equal_when_fused(shown, torch.randn(2, 3, 4, 5, 5), torch.randn(2, 3, 4, 5, 5))
+    assert not found.keys() & {"aten.relu.default", "aten.add.Tensor"}
+
+
 @pytest.mark.parametrize("wide", [False, True], ids=["a bias of its type", "a wider bias"])
 def test_a_bias_of_a_wider_type_is_not_taken_in(wide: bool) -> None:
     """It widens the sum, and what follows is computed with that."""

@@ -19,7 +19,7 @@ from fednorm.cli import exit_code
 from fednorm.core.optim import Optimizer
 from fednorm.core.optimizers import nesterov_update
 from fednorm.core.state import Kind, digest
-from fednorm.core.user_code import UserCode
+from fednorm.core.user_code import UserCode, is_users
 from fednorm.errors import ConfigError, UserCodeError
 from fednorm.methods import known_methods, parse
 from fednorm.pieces.changes import add_loss, merge_by
@@ -342,3 +342,7 @@ def test_a_bug_of_ours_in_a_step_keeps_its_traceback(
     problem = capsys.readouterr().err.splitlines()
     assert problem[0] == "Traceback (most recent call last):"
     assert problem[-1].startswith("error: this is a bug in fednorm; please report it")
+
+
+def test_an_error_that_nobody_raised_is_nobodys() -> None:
+    assert not is_users(RuntimeError("made, but never raised"))

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from fednorm.engines import choose
 from fednorm.engines.base import Engine
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.worker_messages import from_message, to_message
-from fednorm.engines.workers import WorkersEngine
+from fednorm.engines.workers import Worker, WorkersEngine, _lost
 from fednorm.errors import ConfigError, DivergedError, FednormError, UserCodeError
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.training import Job
@@ -356,3 +357,22 @@ def test_workers_are_for_the_cpu() -> None:
         ConfigError, match=r"^engine 'workers' trains on the CPU, but the device is meta; give --device"
     ):
         WorkersEngine(made, 2)
+
+
+@pytest.mark.parametrize(
+    ("code", "how"), [(0, "ended with exit code 0"), (3, "ended with exit code 3"), (-9, "was ended by SIGKILL")]
+)
+def test_a_worker_that_is_gone_is_told_of_by_how_it_ended(code: int, how: str) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_end, args=(code,))
+    process.start()
+    process.join()
+    lost = _lost(cast(Worker, SimpleNamespace(process=process)), "in round 3")
+    assert str(lost) == (
+        f"a worker process {how} in round 3; if memory is short, give fewer engine.workers, then resume the run"
+    )
+
+
+def _end(code: int) -> None:
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,16 @@ from mutations import MODULE, Mutant, mutants
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".mutants"
 SOURCE = "src/fednorm"
+VERDICTS = ROOT / "tests/mutants.toml"
 ROOMS = ("core", "pieces", "layers", "methods", "halves", "running/store.py", "engines", "scoring", "data")
 ASIDE = ("engines/stack/kernels/",)
 """Kernels run on a GPU or in Triton's interpreter; tests/test_kernels.py is theirs."""
+ELSEWHERE = {
+    "engines/ranks.py": "tests/test_ranks.py",
+    "engines/workers.py": "tests/test_workers.py",
+    "engines/worker_messages.py": "tests/test_workers.py",
+}
+"""What runs in processes that tests start, where the map does not see it."""
 Task = tuple[Path, Playing, Callable[[int | None, float], None]]
 
 
@@ -48,11 +57,11 @@ def note(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def copies(count: int) -> list[Path]:
+def copies(what: str, count: int) -> list[Path]:
     """Fresh copies of what git knows of the working tree: the tree itself is never touched."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout.split("\0")  # noqa: S603
-    trees = [WORK / f"tree-{number}" for number in range(count)]
+    trees = [WORK / f"{what}-{number}" for number in range(count)]
     for tree in trees:
         shutil.rmtree(tree, ignore_errors=True)
         for name in (each for each in listed if (ROOT / each).is_file()):
@@ -106,25 +115,35 @@ def make_map(files: Sequence[str], jobs: int) -> None:
 
         return start
 
-    side_by_side(copies(jobs), (begin(name) for name in wanted if known.get(name) != sha(name)))
+    side_by_side(copies("map", jobs), (begin(name) for name in wanted if known.get(name) != sha(name)))
 
 
 def read_map() -> dict[str, dict[str, float]]:
     """The tests of each function, and of each file as `FILE::<module>`, with their seconds."""
-    newest = {row["file"]: row["tests"] for row in lines(WORK / "map.jsonl")}
+    newest = {test: seen for row in lines(WORK / "map.jsonl") for test, seen in row["tests"].items()}
     found: dict[str, dict[str, float]] = {}
-    for tests in newest.values():
-        for test, (seconds, functions) in tests.items():
-            for function in functions:
-                for place in (function, f"{function.split('::')[0]}::{MODULE}"):
-                    found.setdefault(place, {})[test] = seconds
+    for test, (seconds, functions) in newest.items():
+        away = [f"{name}::{MODULE}" for name, file in ELSEWHERE.items() if test.startswith(f"{file}::")]
+        for function in [*functions, *away]:
+            for place in (function, f"{function.split('::')[0]}::{MODULE}"):
+                found.setdefault(place, {})[test] = seconds
     return found
 
 
 def related(mutant: Mutant, tests: dict[str, dict[str, float]], seconds: float) -> list[str]:
-    """Tests that run the function of a mutant, the quickest first, as many as fit into some seconds."""
+    """Tests that run the function of a mutant, the quickest first, as many as fit into some seconds.
+
+    What is in no function, such as a default or a table, is the business of all who run something of the file, or of
+    those that import it.
+    """
     name = mutant.file.removeprefix(f"{SOURCE}/")
-    own = tests.get(f"{name}::{mutant.function}") or tests.get(f"{name}::{MODULE}", {})
+    own = tests.get(f"{name}::{mutant.function}", {})
+    if mutant.function == MODULE or name in ELSEWHERE or not own:
+        own = {
+            test: seconds
+            for file in (name, *importers(name))
+            for test, seconds in tests.get(f"{file}::{MODULE}", {}).items()
+        }
     chosen, total = [], 0.0
     for test in sorted(own, key=lambda each: own[each]):
         if total + own[test] > seconds and len(chosen) >= 3:
@@ -132,6 +151,14 @@ def related(mutant: Mutant, tests: dict[str, dict[str, float]], seconds: float) 
         chosen.append(test)
         total += own[test]
     return chosen
+
+
+@cache
+def importers(name: str) -> list[str]:
+    """Files of the package that import one of them."""
+    module = re.compile(rf"\bfednorm\.{name.removesuffix('.py').replace('/', '.')}\b")
+    files = sorted((ROOT / SOURCE).rglob("*.py"))
+    return [str(file.relative_to(ROOT / SOURCE)) for file in files if module.search(file.read_text())]
 
 
 def draw(rooms: Sequence[str], number: int, seed: int) -> list[Mutant]:
@@ -153,7 +180,8 @@ def run(drawn: Sequence[Mutant], jobs: int, seconds: float, limit: float, again:
     """Try mutants that were not tried yet; or, again, those that have survived."""
     tests, results = read_map(), WORK / "results.jsonl"
     before = {row["id"]: row["outcome"] for row in lines(results)}
-    left = [m for m in drawn if (before.get(m.id) in ("survived", "no test") if again else m.id not in before)]
+    open_ones = {id for id, outcome in before.items() if outcome in ("survived", "no test")} - verdicts().keys()
+    left = [m for m in drawn if (m.id in open_ones if again else m.id not in before)]
     print(f"{len(left)} of {len(drawn)} mutants to try", flush=True)
 
     def begin(mutant: Mutant) -> Callable[[Path], Task]:
@@ -177,7 +205,7 @@ def run(drawn: Sequence[Mutant], jobs: int, seconds: float, limit: float, again:
 
         return start
 
-    side_by_side(copies(jobs), (begin(mutant) for mutant in left))
+    side_by_side(copies("run", jobs), (begin(mutant) for mutant in left))
 
 
 def rewrite(path: Path, content: bytes) -> None:
@@ -186,23 +214,27 @@ def rewrite(path: Path, content: bytes) -> None:
     Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
 
+def verdicts() -> dict[str, str]:
+    """What was found out about survivors, by hand."""
+    return {each["id"]: each["verdict"] for each in tomllib.loads(VERDICTS.read_text())["survivor"]}
+
+
 def show(drawn: Sequence[Mutant]) -> int:
     """Outcomes by room, and survivors without a verdict; 1 if there are such."""
-    known = tomllib.loads((ROOT / "tests/mutants.toml").read_text()) if (ROOT / "tests/mutants.toml").exists() else {}
-    verdicts = {each["id"]: each["verdict"] for each in known.get("survivor", [])}
+    settled = verdicts()
     newest = {row["id"]: row for row in lines(WORK / "results.jsonl")}
     rows = [newest[each.id] for each in drawn if each.id in newest]
     table: dict[str, Counter[str]] = {}
     for row in rows:
         survived = row["outcome"] in ("survived", "no test")
-        outcome = verdicts.get(row["id"], row["outcome"]) if survived else row["outcome"]
+        outcome = settled.get(row["id"], row["outcome"]) if survived else row["outcome"]
         for name in (row["file"].removeprefix(f"{SOURCE}/").split("/")[0], "all"):
             table.setdefault(name, Counter())[outcome] += 1
     for name, counts in sorted(table.items()):
         caught = sum(count for outcome, count in counts.items() if outcome in ("killed", "timeout", "tested"))
         real = sum(counts.values()) - counts["equivalent"]
         print(f"{name:10} {caught} of {real} noticed ({100 * caught / max(1, real):.0f} %)  {dict(counts)}")
-    open_ones = [row for row in rows if row["outcome"] in ("survived", "no test") and row["id"] not in verdicts]
+    open_ones = [row for row in rows if row["outcome"] in ("survived", "no test") and row["id"] not in settled]
     for row in open_ones:
         print(f"{row['outcome']} {row['tests']} tests, {row['file']}:{row['line']}\n  {row['id']}")
     return int(bool(open_ones))

@@ -36,6 +36,7 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
 _PAIRS = ("min max", "minimum maximum", "amin amax", "any all", "sum mean", "floor ceil", "sorted list")
 _NAMES = {one: other for pair in _PAIRS for one, other in (pair.split(), pair.split()[::-1]) if one != "list"}
 """Functions and methods with a near relative."""
+_SYMMETRIC = ("min", "max", "minimum", "maximum")
 _TEXTS = (ast.JoinedStr, ast.List, ast.Tuple)
 
 
@@ -154,8 +155,9 @@ def _other_texts(node: ast.expr | ast.stmt) -> Iterator[tuple[str, str]]:
 
 
 def _other_calls(func: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Iterator[tuple[str, str]]:
-    plain = [each for each in args if not isinstance(each, ast.Starred)]
-    if len(plain) == len(args) and len(args) > 1 and ast.dump(args[0]) != ast.dump(args[1]):
+    name = func.id if isinstance(func, ast.Name) else func.attr if isinstance(func, ast.Attribute) else ""
+    plain = not any(isinstance(each, ast.Starred) for each in args) and name not in _SYMMETRIC
+    if plain and len(args) > 1 and ast.dump(args[0]) != ast.dump(args[1]):
         yield "arguments", _text(ast.Call(func, [args[1], args[0], *args[2:]], keywords))
     if isinstance(func, ast.Name) and func.id in _NAMES and func.id != "sum" and not keywords:
         yield "name", _text(ast.Call(ast.Name(_NAMES[func.id]), args, keywords))

@@ -82,6 +82,15 @@ def test_rotation_by_nothing_is_the_image_and_a_quarter_turn_at_most_moves_the_c
     assert bool((turned[:, 0, 0, 0] == 0).any())
 
 
+def test_angles_are_uniform_from_minus_to_plus_the_degrees():
+    drawn = draws(rng.key(3), (20_000, 1, 8, 8), parse("rotate(40)"))[:, 0].double() / 65536
+    degrees = torch.rad2deg(torch.atan2(drawn[:, 1], drawn[:, 0]))
+    assert torch.allclose(drawn.square().sum(1), torch.ones(1, dtype=torch.float64), atol=1e-4)
+    assert degrees.abs().max().item() == pytest.approx(40, abs=0.05)
+    shares = torch.histc(degrees, 4, -40, 40) / len(degrees)
+    assert shares.tolist() == pytest.approx([0.25] * 4, abs=0.02)
+
+
 def test_rotation_keeps_a_disc_and_its_mass():
     yy, xx = torch.meshgrid(torch.arange(41) - 20, torch.arange(41) - 20, indexing="ij")
     disc = ((yy**2 + xx**2) <= 15**2).to(torch.uint8)[None, None].expand(20, -1, -1, -1)
@@ -123,6 +132,10 @@ def test_same_key_same_bits_other_key_other_bits():
     first, again, other = (augment(x, rng.key(0, "augment", client), "crop(2)+flip") for client in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_what_is_not_told_has_a_default():
+    assert str(parse("flip+rotate")) == "flip(0.5)+rotate(30)"
 
 
 def test_none_returns_the_input_itself():

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
+from fednorm.core import rng
+from fednorm.data.augment import augment
 from fednorm.data.batches import UNION, Batches
 from fednorm.data.federation import Federation
 from fednorm.errors import ConfigError
@@ -90,6 +92,18 @@ def test_the_union_has_everybodys_training_rows() -> None:
     expected = [row for client in range(3) for row in batches.split(client)[0].tolist()]
     assert batches.rows(UNION).tolist() == expected
     assert len(batches.batch(UNION, 0)[0]) == 12
+
+
+def test_a_batch_is_augmented_by_a_key_of_its_own_key() -> None:
+    """So a layer that draws from the batch's key draws something else than the augmentation did."""
+    spec = "crop(2)+flip"
+    batches = make(augmentation=spec)
+    x, _, key = batches.batch(1, 5)
+    raw = batches.pool.x[batches.stream(1).batch(5)]
+    assert torch.equal(x, batches.inputs(augment(raw, rng.key(key, "augment"), spec)))
+    assert not torch.equal(x, batches.inputs(raw))
+    stacked, _, _ = batches.stack((0, 1), (5, 5))
+    assert torch.equal(stacked[1], x)
 
 
 def test_images_become_the_models_numbers_and_tokens_stay() -> None:

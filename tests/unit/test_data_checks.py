@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tiny
-from fednorm.data.checks import check, problems
+from fednorm.data.checks import check, problems, unlike
 from fednorm.data.client_rows import ClientRows
 from fednorm.data.federation import Federation
 from fednorm.errors import ConfigError
@@ -218,3 +218,12 @@ def test_a_million_clients_are_looked_at_together(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ClientRows, "__getitem__", lambda rows, client: looked.append(client))
     assert problems(data) == []
     assert looked == []
+
+
+def test_measurements_and_whole_numbers_are_not_one_kind() -> None:
+    whole, half, double = (torch.zeros(2, 3, dtype=dtype) for dtype in (torch.int64, torch.float16, torch.float64))
+    assert unlike("client 0", half, "client 1", double) is None
+    assert unlike("client 0", half, "client 1", whole) == (
+        "client 0 has float16 numbers but client 1 int64; bring all to one type: bytes are scaled from 0-255 to 0-1, "
+        "other numbers are taken as they are"
+    )

@@ -12,7 +12,8 @@ import pytest
 
 from fednorm.data.archives import unpack
 from fednorm.data.fetch import fetch
-from fednorm.data.sources import Download
+from fednorm.data.sources import DOWNLOADS, Download
+from fednorm.data.verify import _checksums
 from fednorm.errors import ConfigError, DiskError
 
 BODY = bytes(range(256)) * 2000
@@ -220,3 +221,15 @@ def test_what_cannot_be_fetched_says_why(tmp_path, name, text):
         fetch(name, tmp_path)
     assert str(caught.value).startswith(text)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_with_a_published_md5_are_compared(tmp_path):
+    assert _checksums("usps", tmp_path) == _checksums("usps", None) == []
+    (tmp_path / "usps.bz2").write_bytes(b"something else")
+    with pytest.raises(ConfigError) as refusal:
+        _checksums("usps", tmp_path)
+    found = hashlib.md5(b"something else").hexdigest()  # noqa: S324
+    expected = DOWNLOADS["usps"][0].md5
+    assert str(refusal.value) == (
+        f"{tmp_path}/usps.bz2 has MD5 {found}, expected {expected}; delete it and get it again"
+    )

@@ -1,5 +1,7 @@
 """Readers on small image files in the original folder forms."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -150,6 +152,24 @@ def test_masks_that_are_resized_have_no_classes_in_between(tmp_path, mode):
     Image.fromarray(halves).save(tmp_path / "image.png")
     (image,) = read_images([tmp_path / "image.png"], (4, 4))
     assert set(image.unique().tolist()) - {0, 200}
+
+
+def test_packed_cifar10_has_two_parts_to_train_on_and_one_to_test(tmp_path):
+    """Each part is WebP images in one long array, their offsets, and labels."""
+    (tmp_path / "cifar10").mkdir()
+    for name, codes in (("train_0", [1, 2]), ("train_1", [3]), ("test", [4, 5])):
+        pieces = []
+        for code in codes:
+            piece = io.BytesIO()
+            Image.new("RGB", (32, 32), (code * 20, 0, 200)).save(piece, "WEBP", lossless=True)
+            pieces.append(piece.getvalue())
+        offsets = np.cumsum([0, *map(len, pieces)])
+        blob = np.frombuffer(b"".join(pieces), np.uint8)
+        np.savez(tmp_path / "cifar10" / f"{name}.npz", blob=blob, off=offsets, y=np.array(codes, np.uint8))
+    image_set = load_dataset("cifar10", tmp_path, check=False)
+    assert (image_set.train_y.tolist(), image_set.test_y.tolist()) == ([1, 2, 3], [4, 5])
+    assert colours(image_set.train_x) == [(20, 0, 200), (40, 0, 200), (60, 0, 200)]
+    assert colours(image_set.test_x) == [(80, 0, 200), (100, 0, 200)]
 
 
 def test_camvid_folders_have_a_domain_per_sequence(tmp_path):

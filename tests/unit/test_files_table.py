@@ -98,6 +98,16 @@ def test_each_client_may_standardise_by_itself_or_not_at_all(tmp_path: Path) -> 
     assert plain.x[:, 0].tolist() == [1, 3, 5, 7]
 
 
+def test_a_clients_own_deviation_by_hand(tmp_path: Path) -> None:
+    """Client u has 2 and 8, mean 5 and deviation 3; client v has 7 twice, which keeps its scale, and a gap."""
+    rows = ["who,part,a,y", "u,train,2,0", "u,train,8,1", "v,train,7,0", "v,train,7,1", "v,train,NA,1", "u,test,14,0"]
+    path = written(tmp_path / "a.csv", *rows, "v,test,9,1")
+    files = table(path, target="y", client="who", split="part", standardize="client", missing="mean")
+    data = dealt(files, num_clients=2)
+    assert data.x[:, 0].tolist() == pytest.approx([-1, 1, 0, 0, 0])
+    assert data.test_x[:, 0].tolist() == pytest.approx([3, 2])
+
+
 def test_clients_that_never_train_add_nothing_to_the_statistics(tmp_path: Path) -> None:
     data = dealt(split_table(tmp_path / "a.csv"), unseen=1)
     assert data.x[:, 0].tolist() == [-1, 1, 3, 5]

@@ -177,6 +177,8 @@ def test_feature_norm_scales_the_input_of_the_last_linear_layer() -> None:
     keys = list(net.state_dict())
     model, report = NormaliseFeatures()(net)
     assert torch.allclose(model(x), expected, atol=1e-12)
+    tokens = torch.stack([x, 2 * x, x])  # (text, token, feature): each token by itself
+    assert torch.allclose(model(tokens)[2], expected, atol=1e-12)
     assert report.changed == 1
     assert list(model.state_dict()) == keys
     assert torch.isfinite(model[2](torch.zeros(1, 9, dtype=f64))).all()

@@ -47,6 +47,10 @@ def test_copies_of_one_model_merge_to_it(sizes: list[int], values: list[float]) 
     assert torch.allclose(merged(double), double, rtol=len(sizes) * 2.0**-52, atol=0)
 
 
+def test_tensors_without_elements_merge_to_what_they_are() -> None:
+    assert fold(torch.zeros(3, 0, 2), torch.full((3,), 1 / 3, dtype=torch.float64)).shape == (0, 2)
+
+
 @given(SIZES)
 def test_weights_sum_to_one(sizes: list[int]) -> None:
     for weigh in (BySize(), Uniform()):

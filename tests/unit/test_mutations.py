@@ -33,7 +33,7 @@ SPEC.loader.exec_module(mutations)
         ("f(a, b)", {"pass", "(f(b, a))"}),
         ("x.y = a", {"pass"}),
         ("x += a", {"x -= a", "pass"}),
-        ("x = min(a)", {"(max(a))"}),
+        ("x = min(a, b)", {"(max(a, b))"}),
         ("x = a.sum(b)", {"(a.mean(b))"}),
         ("if a:\n    x = b", {"(not (a))"}),
         ("def f():\n    return a", {"return None"}),

@@ -179,6 +179,7 @@ def test_tracking_goes_layer_by_layer_in_one_pass() -> None:
     model = nn.Sequential(nn.BatchNorm2d(1), nn.ReLU(), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, 3)).double()
     made = tiny.plan("tsmobn", data=with_newcomer(), model=model, rounds=1)
     state, x = made.initial(), made.federation.test_x[:8].double()
+    assert Track() == Track(momentum=0.1), "TsmoBN's"
     moved = Track(0.25).from_batch(made.step_spec(made.phases[0].passes[0]), state, x)
     first_mean, first_var = 0.25 * x.mean(), 0.75 + 0.25 * x.var(correction=0)  # from (0, 1)
     entering = ((x - first_mean) / (first_var + 1e-5).sqrt() * state["0.weight"] + state["0.bias"]).relu()

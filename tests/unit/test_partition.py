@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fednorm.data.partition import PARTITIONS, largest_remainder, partition
+from fednorm.data.partition import PARTITIONS, find_partition, largest_remainder, partition
 from fednorm.data.summary import summary, table
 from fednorm.errors import ConfigError
 
@@ -64,6 +64,13 @@ def test_clients_of_a_size_share_rows_once_there_are_too_few():
     rows = np.concatenate(partition("dir_client", BALANCED, 20, 0, size=100))
     assert len(rows) == 2000
     assert 400 < len(np.unique(rows)) <= 600
+
+
+def test_a_client_of_one_example_is_no_reason_to_draw_again():
+    labels = np.repeat([0, 1], 6)
+    least = {min(len(part) for part in partition("dir_class", labels, 4, seed, alpha=0.5)) for seed in range(20)}
+    assert min(least) == 1
+    assert {min(map(len, partition("dir_class", labels, 4, seed, min_size=2))) for seed in range(20)} <= {2, 3}
 
 
 @given(seed=st.integers(0, 2**40), num_clients=st.integers(1, 20))
@@ -290,3 +297,9 @@ def test_long_tables_are_cut_and_say_so():
 def test_tables_of_many_classes_count_the_classes_held():
     labels = np.repeat(np.arange(200), 10)
     assert "40 of 200" in table(summary(partition("shards", labels, 10, 0), labels, 200))
+
+
+def test_options_of_an_inner_partition_are_looked_at_before_there_is_data():
+    with pytest.raises(ConfigError) as refusal:
+        find_partition("feature_shift", {"inner": "shards", "alpha": 0.1})
+    assert str(refusal.value) == "option of partition 'shards' 'alpha' is not known; known: classes_per_client."

@@ -13,7 +13,9 @@ from fednorm.core.method import Rule
 from fednorm.core.state import Kind, Policy, digest
 from fednorm.core.surgery import SurgeryReport
 from fednorm.errors import ConfigError
+from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import facts_of, lr_factors, prepare, surgery_done
+from fednorm.halves.terms import agree, terms_of
 from fednorm.layers.keyed import KeyedDropout
 from fednorm.methods import parse
 from fednorm.pieces.changes import operate
@@ -36,6 +38,26 @@ def test_a_method_with_nothing_to_act_on_is_refused(method: str, equal: str) -> 
         f"use '{equal}', another model, or --allow-noop to run it all the same"
     )
     assert prepare(PLAIN, parse(method), allow_noop=True).notes == ()
+
+
+def test_both_halves_refuse_it_too_unless_told_otherwise() -> None:
+    with pytest.raises(ConfigError, match=r"^'fedbn' finds no BatchNorm layer to act on in the model"):
+        agree(PLAIN, "fedbn", LocalWork())
+    assert agree(PLAIN, "fedbn", LocalWork(), allow_noop=True).method.name == "fedbn"
+
+
+@pytest.mark.parametrize(
+    ("method", "need"),
+    [("fedtan", "all clients of a round in lock-step"), ("centralized", "the data of all clients in one place")],
+)
+def test_terms_of_what_only_the_simulator_has_are_refused(method: str, need: str) -> None:
+    agreed = agree(tiny.conv_net(), method, LocalWork(dtype="float64"))
+    with pytest.raises(ConfigError) as refusal:
+        terms_of(agreed, run="r")
+    assert str(refusal.value) == (
+        f"'{method}' needs {need}, which only the simulator has; use fednorm.run, or another method here"
+    )
+    assert terms_of(agree(tiny.conv_net(), "fedbn", LocalWork()), run="r").model == "Sequential"
 
 
 def test_a_swap_with_nothing_to_swap_is_refused() -> None:

@@ -69,12 +69,13 @@ def test_a_single_step(layer: Callable[..., nn.Module], bias: bool) -> None:
         close(cell(x, state), expected)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("packed", [False, True])
-def test_recurrence_drops_between_layers_alone(packed: bool) -> None:
+def test_recurrence_drops_between_layers_alone(packed: bool, kind: type[nn.LSTM | nn.GRU]) -> None:
     """Layer by layer with dropout is the layers one after the other, a mask in between."""
     torch.manual_seed(0)
-    net = nn.LSTM(3, 4, 2, dropout=0.5, bidirectional=True).double()
-    first, second = nn.LSTM(3, 4, bidirectional=True).double(), nn.LSTM(8, 4, bidirectional=True).double()
+    net = kind(3, 4, 2, dropout=0.5, bidirectional=True).double()
+    first, second = kind(3, 4, bidirectional=True).double(), kind(8, 4, bidirectional=True).double()
     first.load_state_dict({key: value for key, value in net.state_dict().items() if "l0" in key})
     second.load_state_dict({key.replace("l1", "l0"): v for key, v in net.state_dict().items() if "l1" in key})
     x: Any = numbers(5, 2, 3)
@@ -228,9 +229,10 @@ def test_whole_channels_are_dropped(function: Callable[..., Tensor], shape: tupl
     assert set(y.unique().tolist()) == {0.0, 2.0}
 
 
-def test_each_call_draws_anew_and_a_pass_draws_the_same_again() -> None:
+@pytest.mark.parametrize("drop", [F.dropout, lambda x: torch.dropout(x, 0.5, True)])
+def test_each_call_draws_anew_and_a_pass_draws_the_same_again(drop: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(1000)
-    first, again = (drawn(lambda x: torch.stack([F.dropout(x), F.dropout(x)]), x) for _ in range(2))
+    first, again = (drawn(lambda x: torch.stack([drop(x), drop(x)]), x) for _ in range(2))
     assert torch.equal(first, again)
     assert 0.4 < (first[0] == first[1]).double().mean() < 0.6
 
@@ -246,6 +248,7 @@ def test_what_does_not_draw_stays_torch_s_own() -> None:
     expected = torch.rand(3, generator=torch.Generator().manual_seed(1))
     with StandIns(KEY) as seen:
         assert F.dropout(x, 0.5, training=False) is x
+        assert torch.equal(torch.dropout(x, 0.5, False), x)
         assert F.alpha_dropout(x, 0.5, training=False) is x
         assert torch.equal(F.rrelu(-x), -x * (1 / 8 + 1 / 3) / 2)
         assert torch.equal(torch.rand(3, generator=own), expected)

@@ -33,6 +33,13 @@ def test_the_cache_changes_nothing_in_any_order_of_asking(seed, client, asked):
         assert torch.equal(stream.batch(k), batch_rows(seed, client, rows, 4, k))
 
 
+def test_sizes_are_those_of_the_batches_in_every_epoch():
+    stream = Stream(0, 0, torch.arange(10), 4)
+    assert [stream.size(k) for k in range(7)] == [4, 4, 2, 4, 4, 2, 4]
+    assert [len(stream.batch(k)) for k in range(7)] == [stream.size(k) for k in range(7)]
+    assert [stream.sizes(first, 2) for first in range(4)] == [{4}, {4, 2}, {2, 4}, {4}]
+
+
 def test_seed_client_and_epoch_each_change_the_order():
     rows = torch.arange(100)
     base = batch_rows(0, 0, rows, 50, 0)

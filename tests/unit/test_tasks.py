@@ -62,6 +62,10 @@ def test_weights_do_not_count_pixels_that_are_ignored() -> None:
     assert float(task.loss(output, y)) == pytest.approx(math.log(2))
 
 
+def test_a_loss_is_told_by_its_settings_alone() -> None:
+    assert repr(CrossEntropy((0.5, 2.0))) == "CrossEntropy(weights=(0.5, 2.0), smoothing=0.0, device='cpu')"
+
+
 def test_classification_by_hand() -> None:
     """Labels 0 0 0 2 2, answers 0 0 1 2 0: two of three, none of none, one of two."""
     output = torch.eye(4).double()[torch.tensor([0, 0, 1, 2, 0])] * 100
@@ -70,6 +74,17 @@ def test_classification_by_hand() -> None:
     assert found["accuracy"] == pytest.approx(60.0)
     assert found["per_class"] == [pytest.approx(200 / 3), None, 50.0, None]
     assert found["loss"] == pytest.approx(2 * 100 / 5)
+
+
+def test_segmentation_by_hand() -> None:
+    """Labels 0 0 1 1 and one ignored, answers 0 1 1 1 0: one of two, two of three, a class that nobody has or says."""
+    output = torch.eye(3).double()[torch.tensor([[0, 1, 1, 1, 0]])].movedim(-1, 1) * 100
+    sums = Segmentation(3).score(output, torch.tensor([[0, 0, 1, 1, 255]]))
+    found = Segmentation(3).summary(sums)
+    assert found["per_class"] == [pytest.approx(50.0), pytest.approx(200 / 3), None]
+    assert found["miou"] == pytest.approx((50 + 200 / 3) / 2)
+    assert found["pixel_accuracy"] == pytest.approx(75.0)
+    assert found["loss"] == pytest.approx(100 / 4)
 
 
 def test_tasks_are_equal_if_they_do_the_same() -> None:

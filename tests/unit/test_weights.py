@@ -91,6 +91,15 @@ def test_divergence_by_hand() -> None:
     assert a / b == pytest.approx(math.exp(-(divergence[0] - divergence[1]) / 0.5), rel=1e-4)
 
 
+def test_the_divergence_is_the_mean_of_all_channels() -> None:
+    """A layer twice, or with each of its channels twice, weighs as it does once."""
+    one = layer((-1.0, 1.0), (1.0, 2.0))["bn"]
+    wide = {part: torch.cat([value, value], 1) for part, value in one.items()}
+    expected = ByDivergence(0.5)(of_sizes(3, 1), {"bn": one})
+    for layers in ({"a": one, "b": one}, {"bn": wide}, {"a": one, "b": wide}):
+        assert torch.allclose(ByDivergence(0.5)(of_sizes(3, 1), layers), expected, rtol=0, atol=1e-12)
+
+
 def test_a_layer_that_keeps_a_deviation_counts_with_its_square() -> None:
     two = of_sizes(3, 1)
     pairs = ((0.0, 4.0), (1.0, 9.0))
