@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -144,6 +145,7 @@ def test_the_stack_and_reading_processes_change_nothing(method: str) -> None:
     stacked = tiny.play(plan(method, engine__name="stacked", engine__loaders=1, **changes))
     for key, value in stacked.server.tree.items():
         torch.testing.assert_close(value, here.server.tree[key], rtol=1e-9, atol=1e-11)
+    assert multiprocessing.active_children() == []  # also while what was played is still there
 
 
 @pytest.mark.slow

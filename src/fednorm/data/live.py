@@ -162,6 +162,12 @@ class LiveRows:
             self._with[loaders] = LiveRows(self.sources, self.form, loaders=loaders)
         return self._with[loaders]
 
+    def close(self) -> None:
+        """End the processes that read; they are started again when they are needed."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
+
     def each(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
         """The examples of some batches in turn, each given as (rows, key); the next ones are read ahead."""
         reader = self._reader

@@ -119,8 +119,11 @@ class Run:
         return [*self.store.facts().get("notes", []), *([] if self.server.finished else [early])]
 
     def close(self) -> None:
-        """Give back what the engine holds beside memory."""
+        """Give back what the run holds beside memory: processes that train, and those that read."""
         self.engine.close()
+        for rows in (self.plan.federation.live, self.plan.federation.live_test):
+            if rows is not None:
+                rows.close()
 
     def play(self) -> Asking:
         """The next round: asks for its exchanges and is sent what came of them; then its row waits to be settled."""
