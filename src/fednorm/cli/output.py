@@ -48,6 +48,11 @@ def print_json(value: Any) -> None:
     print(json_text(value, indent=2))
 
 
+def progress_stream(quiet: bool, json: bool) -> TextIO | None:
+    """Where progress is told: not where JSON is all that may be said, and nowhere if nobody wants it."""
+    return None if quiet else sys.stderr if json else sys.stdout
+
+
 def width() -> int | None:
     """Columns there are for a line: those of the terminal, or what COLUMNS says; a file or pipe has no width."""
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdecimal():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fednorm.cli.output import Stopped, echo, print_json, print_scores, say
+from fednorm.cli.output import Stopped, echo, print_json, print_scores, progress_stream, say
 from fednorm.cli.own_files import tell_of_files
 from fednorm.cli.settings import Asked
 
@@ -79,7 +78,7 @@ def watch(asked: Asked, out: Path, folders: Mapping[RunId, Path], work: Callable
     from fednorm.running.progress import done_before
     from fednorm.running.stopping import Interrupted
 
-    stream = None if asked.quiet else sys.stderr if asked.json else sys.stdout
+    stream = progress_stream(asked.quiet, asked.json)
     tracking = Tracking(list(asked.trackers), out, flat(asked.config))
     before = done_before(folders, asked.config.rounds)
     try:

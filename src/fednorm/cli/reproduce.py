@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fednorm.cli.flags import Json, Quiet, option
-from fednorm.cli.output import Stopped, echo, print_json, print_table, say
+from fednorm.cli.output import Stopped, echo, print_json, print_table, progress_stream, say
 from fednorm.cli.settings import read_seeds
 from fednorm.errors import ConfigError
 
@@ -74,13 +74,13 @@ def reproduce(
     """Play a paper's experiment and print its numbers beside ours."""
     if sum((id is not None, listing, queue)) != 1:
         raise ConfigError("give one of: an experiment such as fixbn.norms, --list, or --next")
-    if precision not in (None, "fp32", "tf32", "bf16"):
-        raise ConfigError(f"--precision {precision} is not known; give fp32, tf32 or bf16")
     if not 0 < minutes < 1e6:
         raise ConfigError(f"--minutes {minutes} is out of range; give a number above 0")
-    from fednorm.studies.library import Library
+    from fednorm.studies.library import PRECISIONS, Library
     from fednorm.studies.playing import Place
 
+    if precision not in (None, *PRECISIONS):
+        raise ConfigError(f"--precision {precision} is not known; give fp32, tf32 or bf16")
     # What a quick run gives must never be taken for a result.
     place = Place(Library(work / "quick-results" if quick else results), work, device, precision, data_dir)
     if listing:
@@ -112,7 +112,7 @@ def _print_list(place: Place, json: bool) -> None:
     from fednorm.studies.study import all_studies
 
     found = [standing(study, place.library) for study in all_studies()]
-    here = {name: describe_dataset(name, place.data_dir)["here"] for name in {_data(each.study) for each in found}}
+    here = {name: describe_dataset(name, place.data_dir)["here"] for name in {each.study.data for each in found}}
     rows = [
         {
             "id": each.study.id,
@@ -121,8 +121,8 @@ def _print_list(place: Place, json: bool) -> None:
             "cells_done": each.done,
             "where": each.study.experiment.where,
             "about": each.study.recipe.about,
-            "data": _data(each.study),
-            "data_here": here[_data(each.study)],
+            "data": each.study.data,
+            "data_here": here[each.study.data],
         }
         for each in found
     ]
@@ -148,10 +148,6 @@ def _print_list(place: Place, json: bool) -> None:
     say("in the order in which `fednorm reproduce --next` plays them; `fednorm reproduce ID --quick` needs no data")
 
 
-def _data(study: Study) -> str:
-    return study.cells()[0].config.data.name
-
-
 def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
     from fednorm.studies.queue import play_next
     from fednorm.studies.study import all_studies
@@ -175,7 +171,7 @@ def _watched(quiet: bool, json: bool) -> Watched:
     """Progress of runs."""
     from fednorm.running.observers import watching
 
-    stream = None if quiet else sys.stderr if json else sys.stdout
+    stream = progress_stream(quiet, json)
     return lambda cells: watching(cells[0].config.rounds, stream=stream, runs=len(cells))
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fednorm.core.method import Method
 from fednorm.errors import CheckpointError
+from fednorm.files import refuse_links
 from fednorm.running.api import opened, play_all
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.folder import RunFolder
-from fednorm.running.given import Objects, config_in
+from fednorm.running.given import Objects, check_stored, config_in, stored_config
 from fednorm.running.plan import Plan
 from fednorm.running.records import OnRow, RunId, RunResult
 from fednorm.running.result_file import is_sealed, read_result_file, result_of
@@ -30,6 +31,14 @@ class Cell:
 
     def plan(self) -> Plan:
         return self.objects.plan(self.config)
+
+    def begin(self, given_data: Any = None) -> None:
+        """Make its folder, or see that the one there is its own; `given_data` are digests of data that were objects."""
+        refuse_links(self.folder.path)
+        expected = stored_config(self.config, self.objects, given_data)
+        if not self.folder.config.exists():
+            self.folder.create(expected)
+        check_stored(self.folder, expected)  # it may have come from elsewhere, and would be believed
 
     def result(self) -> RunResult:
         """What came out of it."""
@@ -66,15 +75,23 @@ def cells_in(stored: Mapping[str, Any], folder: RunFolder, objects: Objects, nam
 
 def packs(pending: Sequence[Cell]) -> list[list[Cell]]:
     """Cells to be played in step, since they seem to be the same program on a device where that is worth it."""
+
+    def in_step(together: Sequence[Cell], cell: Cell) -> bool:
+        by_name = not (together[0].objects.method or cell.objects.method)
+        return by_name and shares_stack(together[0].config, cell.config)
+
+    return grouped(pending, in_step)
+
+
+def grouped(cells: Iterable[Cell], joins: Callable[[Sequence[Cell], Cell], bool]) -> list[list[Cell]]:
+    """Cells in groups: each goes to the first one that it joins, or begins another."""
     found: list[list[Cell]] = []
-    for cell in pending:
-        for together in found:
-            by_name = not (together[0].objects.method or cell.objects.method)
-            if by_name and shares_stack(together[0].config, cell.config):
-                together.append(cell)
-                break
-        else:
+    for cell in cells:
+        group = next((together for together in found if joins(together, cell)), None)
+        if group is None:
             found.append([cell])
+        else:
+            group.append(cell)
     return found
 
 

@@ -22,7 +22,6 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import find_device, refuse_ranks
 from fednorm.errors import ConfigError
-from fednorm.files import refuse_links
 from fednorm.methods import parse
 from fednorm.running.api import described
 from fednorm.running.cells import Cell, cells_in, packs, play_cells
@@ -139,21 +138,21 @@ def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_r
     data = read_stored(folder).get("given_data")  # whoever made the cells compared them
     with folder.locked():
         for cell in cells:
-            refuse_links(cell.folder.path)
-            expected = stored_config(cell.config, cell.objects, data)
-            if not cell.folder.config.exists():
-                cell.folder.create(expected)
-            check_stored(cell.folder, expected)  # it may have come from elsewhere, and would be believed
-        pending = [cell for cell in cells if not cell.is_done]
-        if jobs > 1 and len(pending) > 1:
-            play_in_processes(pending, jobs, on_row)
-        else:
-            for together in packs(pending):
-                play_cells(together, on_row)
+            cell.begin(data)
+        play_pending([cell for cell in cells if not cell.is_done], jobs, on_row)
         trained = tuple(Trained(cell.plan, cell.folder.state) for cell in cells)
         result = Result(tuple(cell.result() for cell in cells), str(folder.path), trained)
         write_result(folder, result.to_json())
     return result
+
+
+def play_pending(pending: Sequence[Cell], jobs: int, on_row: OnRow | None) -> None:
+    """Play runs to their end: in processes, or here, those that share a stack together."""
+    if jobs > 1 and len(pending) > 1:
+        play_in_processes(pending, jobs, on_row)
+        return
+    for together in packs(pending):
+        play_cells(together, on_row)
 
 
 def _distinct(values: Sequence[Any], what: str) -> list[Any]:

@@ -26,14 +26,14 @@ _CPU = 60.0
 def seconds_of(config: RunConfig, seeds: int, on_gpu: bool) -> float:
     """Seconds of a run with some seeds in one stack, by what models of its family took; rough, and meant to be."""
     base, each = _STEP.get(config.model.split("(")[0], _OTHER)
-    cohort = config.clients_per_round or round((config.client_fraction or 1.0) * config.data.clients)
+    cohort = config.cohort_size(config.data.clients)
     # An epoch of a client is not known without its data: as if all had the same share of the set.
     known = DATASETS.get(config.data.name)
     rows = known.counts[0] if known and known.counts else _ROWS
     epoch = rows / config.data.clients / config.train.batch_size
     steps = config.train.local_steps or round((config.train.local_epochs or 1) * epoch)
     step = base + each * cohort * seeds * config.train.batch_size / 20
-    scored = config.rounds / (config.eval.every or max(1, config.rounds // 20))
+    scored = config.rounds / config.eval_every
     seconds = config.rounds * (steps * step + _ROUND * seeds) / 1000 + scored * _SCORING * seeds
     return _START + seconds * (1.0 if on_gpu else _CPU)
 

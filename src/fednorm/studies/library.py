@@ -82,34 +82,34 @@ class Library:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._found: dict[tuple[str, int], list[Record]] | None = None
+        self._found: dict[str, list[Record]] | None = None
+        """what there is of each key, once it was read"""
 
     def records(self, config: RunConfig) -> list[Record]:
         """Every record of a run, seed by seed, the most exact first."""
-        key = key_of(config)
-        found = [record for (each, _), records in self._all().items() if each == key for record in records]
+        found = self._all().get(key_of(config), [])
         return sorted(found, key=lambda record: (record.seed, PRECISIONS.index(record.precision)))
 
     def has(self, config: RunConfig, seed: int, precision: str | None = None) -> bool:
         """Whether a run is there, in one precision or in any."""
-        found = self._all().get((key_of(config), seed), [])
-        return any(precision in (None, record.precision) for record in found)
+        found = self._all().get(key_of(config), [])
+        return any(record.seed == seed and precision in (None, record.precision) for record in found)
 
     def save(self, record: Record) -> Path:
         """Write a record whole or not at all."""
-        known = self._all().setdefault((record.key, record.seed), [])
+        known = self._all().setdefault(record.key, [])
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / record.file_name
         write_json(path, {"version": VERSION, **as_written(vars(record))}, indent=1)
-        known[:] = [*(each for each in known if each.precision != record.precision), record]
+        known[:] = [*(each for each in known if each.file_name != record.file_name), record]
         return path
 
-    def _all(self) -> dict[tuple[str, int], list[Record]]:
+    def _all(self) -> dict[str, list[Record]]:
         if self._found is None:
             self._found = {}
             for record in self._read():
-                self._found.setdefault((record.key, record.seed), []).append(record)
+                self._found.setdefault(record.key, []).append(record)
         return self._found
 
     def _read(self) -> Iterator[Record]:

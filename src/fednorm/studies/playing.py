@@ -15,12 +15,11 @@ from torch import Tensor
 from fednorm.data.federation import Federation
 from fednorm.engines.machine import find_device
 from fednorm.files import read_json
-from fednorm.running.cells import Cell, packs, play_cells
-from fednorm.running.comparison import usable_jobs
+from fednorm.running.cells import Cell, grouped
+from fednorm.running.comparison import play_pending, usable_jobs
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.folder import RunFolder
-from fednorm.running.given import Objects, check_stored, stored_config
-from fednorm.running.in_processes import play_in_processes
+from fednorm.running.given import Objects
 from fednorm.running.records import OnRow, RoundRow, RunId
 from fednorm.running.stopping import Stop
 from fednorm.running.store import Store
@@ -92,42 +91,26 @@ def play_runs(
         for cell in {cell.id.method: cell for cell in reversed(together)}.values():
             cell.plan()  # what can be refused is refused before anything is written
         for cell in together:
-            expected = stored_config(cell.config, cell.objects)
-            if not cell.folder.config.exists():
-                cell.folder.create(expected)
-            check_stored(cell.folder, expected)
+            cell.begin()
         pending = [cell for cell in together if not cell.is_done]
         if pending:
             with watched(pending) as tell:
-                _play(pending, place, _until(deadline, tell))
-        for cell in together:
-            if cell.is_done:
-                place.library.save(_kept(cell, look))
-        if not all(cell.is_done for cell in together):
+                play_pending(pending, 1 if place.on_gpu else usable_jobs(len(pending)), _until(deadline, tell))
+        done = [cell for cell in together if cell.is_done]
+        for cell in done:
+            place.library.save(_kept(cell, look))
+        if len(done) < len(together):
             return False
     return True
 
 
 def _batches(cells: Iterable[Cell]) -> list[list[Cell]]:
     """Runs that can be told apart by method and seed, side by side."""
-    found: list[list[Cell]] = []
-    for cell in cells:
-        for together in found:
-            if cell.config.rounds == together[0].config.rounds and cell.id not in [each.id for each in together]:
-                together.append(cell)
-                break
-        else:
-            found.append([cell])
-    return found
 
+    def tellable(together: Sequence[Cell], cell: Cell) -> bool:
+        return cell.config.rounds == together[0].config.rounds and cell.id not in [each.id for each in together]
 
-def _play(cells: Sequence[Cell], place: Place, tell: OnRow) -> None:
-    """Play runs: in stacks on a GPU, in processes on a CPU."""
-    if len(cells) > 1 and not place.on_gpu:
-        play_in_processes(cells, usable_jobs(len(cells)), tell)
-        return
-    for together in packs(cells):
-        play_cells(together, tell)
+    return grouped(cells, tellable)
 
 
 def _until(deadline: float, tell: OnRow) -> OnRow:

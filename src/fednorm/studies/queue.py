@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from fednorm.data.verify import describe_dataset
 from fednorm.errors import FednormError
@@ -67,40 +68,44 @@ def play_next(
 ) -> int:
     """Play what is missing and likely to end in time; the number of runs that came to their end.
 
-    Seeds that do not fit together are tried one by one. Data sets that are not here are passed over.
+    Of seeds that do not fit together the first is played. Data sets that are not here are passed over.
     """
+
+    @cache
+    def is_here(name: str) -> bool:
+        here = bool(describe_dataset(name, place.data_dir)["here"])
+        if not here:
+            say(f"{name} is not here: its studies are passed over (`fednorm data info {name}` says how to get it)")
+        return here
+
     deadline = time.monotonic() + 60 * minutes
-    played, absent = 0, set[str]()
+    played = 0
     for job in missing_jobs(studies, place.library):
-        name = job.config.data.name
-        if name in absent or not describe_dataset(name, place.data_dir)["here"]:
-            if name not in absent:
-                say(f"{name} is not here: its studies are passed over (`fednorm data info {name}` says how to get it)")
-            absent.add(name)
+        seeds = _that_fit(job, place, deadline - time.monotonic()) if is_here(job.config.data.name) else ()
+        if not seeds:
             continue
-        for seeds in _that_fit(job, place, deadline - time.monotonic()):
-            say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
-            try:
-                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, job.look)
-            except FednormError as error:  # of one job, and no reason to leave the machine idle
-                say(f"{job.study}  {job.label}: {error}")
-                continue
-            if not ended:
-                say("time is over; what was stopped goes on from here the next time")
-                return played
-            played += len(seeds)
+        say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
+        try:
+            ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, job.look)
+        except FednormError as error:  # of one job, and no reason to leave the machine idle
+            say(f"{job.study}  {job.label}: {error}")
+            continue
+        if not ended:
+            say("time is over; what was stopped goes on from here the next time")
+            return played
+        played += len(seeds)
     return played
 
 
-def _that_fit(job: Job, place: Place, left: float) -> list[tuple[int, ...]]:
-    """The seeds of a job as they are to be played: together, one by one, or not at all."""
+def _that_fit(job: Job, place: Place, left: float) -> tuple[int, ...]:
+    """The seeds of a job that should end in time: all of them together, the first, or none."""
 
     def fits(seeds: int) -> bool:
         return usual_seconds(job.config, seeds, place.on_gpu, place.library) < left
 
     if fits(len(job.seeds)):
-        return [job.seeds]
-    return [(job.seeds[0],)] if fits(1) else []
+        return job.seeds
+    return job.seeds[:1] if fits(1) else ()
 
 
 def _label(cell: StudyCell) -> str:

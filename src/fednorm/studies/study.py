@@ -52,6 +52,11 @@ class Study:
     def id(self) -> str:
         return self.experiment.id
 
+    @property
+    def data(self) -> str:
+        """The data set of its runs."""
+        return self._common.data.name
+
     def cells(
         self, *, quick: bool = False, methods: Sequence[str] = (), variants: bool = False
     ) -> tuple[StudyCell, ...]:
