@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fednorm.data.given import from_pool as from_pool
     from fednorm.data.own import register_data as register_data
     from fednorm.data.own import register_partition as register_partition
+    from fednorm.engines.clock.schedule import register_schedule as register_schedule
     from fednorm.errors import ConfigError as ConfigError
     from fednorm.errors import FednormError as FednormError
     from fednorm.errors import UserCodeError as UserCodeError
@@ -92,6 +93,7 @@ _HOME = {
     "register_norm": "core.state",
     "register_optimizer": "core.optimizers",
     "register_partition": "data.own",
+    "register_schedule": "engines.clock.schedule",
     "register_task": "scoring.tasks",
     "resume": "running.resuming",
     "run": "running.api",

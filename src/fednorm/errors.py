@@ -118,7 +118,13 @@ def unknown(what: str, name: object, options: Iterable[str], listing: str = "") 
     return ConfigError(f"{what} '{name}' is not known{hint}{where}")
 
 
+def is_installed(module: str) -> bool:
+    """Whether a package is there; a folder that happens to have its name is none."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
+
+
 def require(module: str, extra: str, purpose: str) -> None:
     """Refuse early, with the exact pip line, when an optional package is missing."""
-    if importlib.util.find_spec(module) is None:
+    if not is_installed(module):
         raise ConfigError(f'{purpose} needs {module}: pip install "fednorm[{extra}]"')

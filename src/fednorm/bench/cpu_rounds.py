@@ -20,6 +20,7 @@ from fednorm.core.step import Batch, training_mode
 from fednorm.data.federation import Federation
 from fednorm.data.given import from_clients
 from fednorm.engines.machine import threads
+from fednorm.layers.pooling import gradients_as_images
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.plan import Plan, make_plan
 from fednorm.running.run import Run
@@ -100,7 +101,8 @@ def bare_round(data: Federation, steps: int) -> Round:
     key = plan.batches.batch(0, 0)[2]
 
     def play() -> None:
-        with training_mode(plan.prepared.model, only.rule.hold):
+        model = plan.prepared.model
+        with training_mode(model, only.rule.hold), gradients_as_images(model):
             for batches in drawn:
                 carry = only.carry(start)
                 # Layers move statistics in place.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from fednorm.bench.cases import Case
 from fednorm.bench.options import PRECISIONS, Options
 from fednorm.bench.plain_steps import FORMS, backends, centralized, client_loop
 from fednorm.bench.pools import random_images
 from fednorm.bench.report import Progress, Section, measured
-from fednorm.bench.timing import FOREVER, Play, Race, repeated, rounds_of
+from fednorm.bench.timing import FOREVER, Play, Race, Rounds, repeated
 from fednorm.data.federation import Federation
 from fednorm.errors import first_line
 from fednorm.running.config import RunConfig, updated
@@ -35,13 +37,21 @@ def measure(options: Options, found: Section, progress: Progress) -> None:
     for clients in options.clients:
         workload = f"{options.model}, batch {BATCH}, {clients} clients"
         progress.workload(f"gpu: {workload}")
-        race = Race()
-        try:
-            race.run(variants(clients, options, race.notes, progress), options.effort, progress.now)
-        finally:
-            found.measurements += measured(workload, "ms a step", race.times, race.notes, 1e3)
-            found.references[workload] = "central compiled" if options.device.type == "cuda" else "central eager"
-            _note_ratios(found, workload, str(clients))
+        _measure(workload, clients, options, found, progress)
+
+
+def _measure(workload: str, clients: int, options: Options, found: Section, progress: Progress) -> None:
+    race = Race()
+    plays: dict[str, Play] = {}
+    try:
+        plays = variants(clients, options, race.notes, progress)
+        race.run(plays, options.effort, progress.now)
+    finally:
+        note_clocks(plays, race, progress)
+        found.measurements += measured(workload, "ms a step", race.times, race.notes, 1e3)
+        found.references[workload] = "central compiled" if options.device.type == "cuda" else "central eager"
+        _note_ratios(found, workload, str(clients))
+        end_runs(plays)
 
 
 def _note_ratios(found: Section, workload: str, clients: str) -> None:
@@ -68,7 +78,7 @@ def variants(clients: int, options: Options, notes: dict[str, str], progress: Pr
     data = random_images(clients, IMAGES)
     found: dict[str, Play] = {}
     for precision in precisions:
-        found[f"plain {precision}"] = repeated(client_loop(model, clients, BATCH, precision, device), device)
+        found[f"plain {precision}"] = repeated(client_loop(Case(model), clients, BATCH, precision, device), device)
     found[f"sequential {slow}"] = engine(model, data, "sequential", slow, 1, device)
     for precision in precisions:
         found[f"stacked {precision}"] = engine(model, data, "stacked", precision, steps, device)
@@ -78,7 +88,7 @@ def variants(clients: int, options: Options, notes: dict[str, str], progress: Pr
         started = time.perf_counter()
         progress.now(f"central {form}: making it ready")
         try:
-            found[f"central {form}"] = repeated(centralized(model, clients * BATCH, form, device), device)
+            found[f"central {form}"] = repeated(centralized(Case(model), clients * BATCH, form, device), device)
         except RuntimeError as error:  # a machine without a C compiler, say
             progress.line(f"central {form} left out: {first_line(error)}")
         if form == "compiled":
@@ -86,19 +96,40 @@ def variants(clients: int, options: Options, notes: dict[str, str], progress: Pr
     return found
 
 
-def engine(model: str, data: Federation, name: str, precision: str, local_steps: int, device: torch.device) -> Play:
+class Steps:
     """Seconds of a step of all clients, inside the rounds of a run that neither scores nor writes checkpoints."""
-    config = config_of(model, name, precision, device, local_steps=local_steps)
-    run: list[Play] = []
 
-    def play(seconds: float) -> float:
-        with backends(precision, search=None):  # cuDNN as the run itself sets it
-            if not run:
-                plan = make_plan(config, federation=data)
-                run.append(rounds_of(Run(plan, Store())))
-            return run[0](seconds) / local_steps
+    def __init__(self, config: RunConfig, data: Federation) -> None:
+        self._config, self._data = config, data
+        self.rounds: Rounds | None = None
 
-    return play
+    def __call__(self, seconds: float) -> float:
+        with backends(self._config.engine.precision, search=None):  # cuDNN as the run itself sets it
+            if self.rounds is None:
+                plan = make_plan(self._config, federation=self._data)
+                self.rounds = Rounds(Run(plan, Store()), plan.device)
+            return self.rounds(seconds) / (self._config.train.local_steps or 1)
+
+
+def engine(model: str, data: Federation, name: str, precision: str, local_steps: int, device: torch.device) -> Steps:
+    """The steps of a model's clients in an engine."""
+    return Steps(config_of(model, name, precision, device, local_steps=local_steps), data)
+
+
+def note_clocks(plays: Mapping[str, Play], race: Race, progress: Progress) -> None:
+    """Say of which variants two ways of timing tell different things."""
+    for name, play in plays.items():
+        doubt = play.rounds.disagree() if isinstance(play, Steps) and play.rounds else ""
+        if doubt:
+            race.notes[name] = doubt
+            progress.line(f"{name}: {doubt}")
+
+
+def end_runs(plays: Mapping[str, Play]) -> None:
+    """End the runs behind some variants."""
+    for play in plays.values():
+        if isinstance(play, Steps) and play.rounds:
+            play.rounds.close()
 
 
 def config_of(model: str, name: str, precision: str, device: torch.device, **work: int) -> RunConfig:

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from fednorm.bench.cases import Case
 from fednorm.bench.timing import Effort
 from fednorm.errors import ConfigError, unknown
-from fednorm.models import build
 from fednorm.running.plan import find_device
 
-SECTIONS = ("gpu", "rounds", "pfl", "cpu")
+SECTIONS = ("gpu", "models", "rounds", "pfl", "cpu", "async")
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
@@ -33,6 +32,7 @@ class Options:
     precisions: tuple[str, ...] = PRECISIONS
     data_dir: str | None = None
     peers: Path | None = None
+    cases: tuple[Case, ...] = ()
 
     def __post_init__(self) -> None:
         at_least = {"--repeats": (self.effort.turns, 1), "--seconds": (self.effort.seconds, 0.01)}
@@ -42,17 +42,16 @@ class Options:
         for name, (value, least) in at_least.items():
             if not value >= least:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
-        build_images_model(self.model)
+        Case(self.model).build()
+        for case in self.cases:
+            if min(case.clients) < 2:
+                raise ConfigError(f"--models {case.name}:{min(case.clients)} is out of range; give 2 clients or more")
+            case.build()
         for precision in (*self.precisions, *([self.precision] if self.precision else [])):
             if precision not in PRECISIONS:
                 raise unknown("precision", precision, PRECISIONS)
         if self.peers is not None and not self.peers.is_dir():
             raise ConfigError(f"--peers {self.peers} is no folder; give the one with the peers' scripts")
-
-
-def build_images_model(name: str) -> nn.Module:
-    """A model for CIFAR-sized images, as steps are timed on."""
-    return build(name, num_classes=10, in_channels=3, image_size=32)
 
 
 def find_sections(names: list[str], device: str) -> tuple[tuple[str, ...], torch.device]:
@@ -62,11 +61,13 @@ def find_sections(names: list[str], device: str) -> tuple[tuple[str, ...], torch
             raise unknown("benchmark", name, (*SECTIONS, "all"))
     found = find_device(device)
     if "all" in names:
-        return (SECTIONS if found.type == "cuda" else ("rounds", "pfl", "cpu")), found
-    if "gpu" in names and found.type != "cuda" and device == "auto":
-        raise ConfigError(
-            "benchmark 'gpu' needs a CUDA device and this machine has none; give --device cpu to time its steps here"
-        )
+        return (SECTIONS if found.type == "cuda" else ("rounds", "pfl", "cpu", "async")), found
+    for name in {"gpu", "models"}.intersection(names):
+        if found.type != "cuda" and device == "auto":
+            raise ConfigError(
+                f"benchmark '{name}' needs a CUDA device and this machine has none; "
+                "give --device cpu to time its steps here"
+            )
     default = ("gpu",) if found.type == "cuda" else ("cpu",)
     return tuple(name for name in SECTIONS if name in names) or default, found
 

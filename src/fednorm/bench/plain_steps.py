@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fednorm.bench.options import build_images_model
+from fednorm.bench.cases import CHANNELS, CLASSES, Case, labels_of
 
 Form = Literal["eager", "graph", "compiled"]
 FORMS: tuple[Form, ...] = ("eager", "graph", "compiled")
@@ -37,10 +37,11 @@ def backends(precision: str, search: bool | None = True) -> Iterator[None]:
         cudnn.benchmark = cudnn.benchmark if search is None else before[2]
 
 
-def training_step(net: Callable[..., torch.Tensor], model: nn.Module, batch: int, precision: str) -> Step:
+def training_step(net: Callable[..., torch.Tensor], model: nn.Module, batch: int, precision: str, case: Case) -> Step:
     """A step of SGD with momentum and weight decay on one batch."""
     device = next(model.parameters()).device
-    x, y = torch.randn(batch, 3, 32, 32, device=device), torch.randint(0, 10, (batch,), device=device)
+    x = torch.randn(batch, CHANNELS, case.pixels, case.pixels, device=device)
+    y = torch.randint(0, CLASSES, (batch, *labels_of(case)), device=device)
     if next(model.parameters()).is_contiguous(memory_format=torch.channels_last):
         x = x.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
@@ -55,10 +56,10 @@ def training_step(net: Callable[..., torch.Tensor], model: nn.Module, batch: int
     return step
 
 
-def client_loop(model: str, clients: int, batch: int, precision: str, device: torch.device) -> Step:
+def client_loop(case: Case, clients: int, batch: int, precision: str, device: torch.device) -> Step:
     """One step of every client, one client after the other."""
-    nets = [build_images_model(model).to(device).train() for _ in range(clients)]
-    steps = [training_step(net, net, batch, precision) for net in nets]
+    nets = [case.build().to(device).train() for _ in range(clients)]
+    steps = [training_step(net, net, batch, precision, case) for net in nets]
 
     def play() -> None:
         with backends(precision):
@@ -68,14 +69,14 @@ def client_loop(model: str, clients: int, batch: int, precision: str, device: to
     return play
 
 
-def centralized(model: str, images: int, form: Form, device: torch.device) -> Step:
+def centralized(case: Case, images: int, form: Form, device: torch.device) -> Step:
     """One step on the union batch: bf16 autocast, channels-last; eager, as a CUDA graph, or compiled and as a graph."""
-    plain = build_images_model(model).to(device).train()
+    plain = case.build().to(device).train()
     plain = plain.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     if form == "compiled":
         torch.compiler.reset()  # one shape at a time: nothing is compiled for shapes that vary
     net = torch.compile(plain, dynamic=False) if form == "compiled" else plain
-    step = training_step(net, plain, images, "bf16")
+    step = training_step(net, plain, images, "bf16", case)
 
     def play() -> None:
         with backends("bf16"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,15 +15,22 @@ from fednorm.errors import ConfigError
 CIFAR_TRAIN, CIFAR_TEST = 50_000, 10_000
 
 
-def random_images(clients: int, size: int, tests: int = 10) -> Federation:
-    """Clients with this many CIFAR-sized random images each."""
+def random_images(
+    clients: int,
+    size: int,
+    tests: int = 10,
+    shape: tuple[int, int, int] = (3, 32, 32),
+    labels: tuple[int, ...] = (),
+) -> Federation:
+    """Clients with this many random images each, of CIFAR's size if no other is given, and labels of a shape."""
     draw = torch.Generator().manual_seed(0)
 
     def images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=draw)
-        return x, torch.randint(0, 10, (count,), generator=draw)
+        x = torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=draw)
+        return x, torch.randint(0, 10, (count, *labels), generator=draw)
 
-    return _dealt("random images", *images(clients * size), *images(tests), clients=clients)
+    made = _dealt("random images", *images(clients * size), *images(tests), clients=clients)
+    return replace(made, task="segmentation", ignore_index=255) if labels else made
 
 
 def cifar10(clients: int, data_dir: str | Path | None) -> Federation:
@@ -51,6 +59,6 @@ def _dealt(
         test_y=test_y.to(torch.int64),
         own_test=(torch.arange(0),) * clients,
         num_classes=10,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.247, 0.2435, 0.2616),
+        mean=(0.4914, 0.4822, 0.4465)[: x.shape[1]],
+        std=(0.247, 0.2435, 0.2616)[: x.shape[1]],
     )

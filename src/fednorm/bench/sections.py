@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from fednorm.bench import cpu, gpu, long_runs
+from fednorm.bench import arrivals, cpu, gpu, long_runs, models
 from fednorm.bench.machine import describe_machine
 from fednorm.bench.options import Options
 from fednorm.bench.report import Progress, Report, Section
 
 MEASURES: dict[str, tuple[Callable[[Options], Section], Callable[[Options, Section, Progress], None]]] = {
     "gpu": (gpu.section, gpu.measure),
+    "models": (models.section, models.measure),
     "cpu": (cpu.section, cpu.measure),
+    "async": (arrivals.section, arrivals.measure),
 }
 for _workload in (long_runs.EVERY_STEP, long_runs.PFL):
     MEASURES[_workload.name] = (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,12 @@ QUIET = 0.05
 """A timing counts if other programs took less than this share of the cores meanwhile."""
 FOREVER = 1_000_000_000
 """Rounds, and rounds between two checkpoints or scorings: more than are ever played."""
+LOOKS, STEADY = 6, 0.2
+"""A run is warm when two looks at its rounds in a row differ by less than this share, and after so many in any case."""
+AGREE = 1.25
+"""How many times longer one way of timing may find a round than another."""
+ENOUGH_ROWS = 10
+"""Rows of a timing from which a round's time is taken; of fewer, each may be anything."""
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 Play = Callable[[float], float]
@@ -32,7 +39,9 @@ class Run(Protocol):
     @property
     def round(self) -> int: ...
 
-    def rounds(self) -> Iterator[Any]: ...
+    def rounds(self) -> Generator[Any]: ...
+
+    def settle(self, count: int) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -147,33 +156,84 @@ def repeated(unit: Callable[[], object], device: torch.device) -> Play:
     return play
 
 
-def rounds_of(run: Run) -> Play:
-    """Plays on in a run's rounds. Rows come one by one, or a GPU's in bursts, while it plays the next.
+class Rounds:
+    """Plays on in a run's rounds, timed in two ways.
 
-    The clock runs from the end of one burst to that of another, with the GPU at work all the time between. What it
-    finished before, while others were timed, is left out.
+    The clock runs while the device has nothing else to do: all that was asked for before is finished when it starts,
+    and all that was asked for meanwhile when it stops. So it does not matter in which bursts rows come. That is how a
+    round was misjudged once: reports of one round are copied behind all that are under way, so a row that comes alone
+    may have waited for thirty. What the rows themselves tell of a round is the other way.
     """
-    rows = run.rounds()
 
-    def burst() -> tuple[float, int]:
-        """When the next burst was finished, and of how many rounds it was."""
-        row = next(rows)
-        moment, first = time.perf_counter(), row["round"]
-        while row["round"] < run.round - len(run.unsettled):
-            row = next(rows)
-        return moment, row["round"] - first + 1
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._rows = run.rounds()
+        self._made_at = time.perf_counter()
+        self.first_row: float | None = None
+        """seconds until it came"""
+        self.whole: list[float] = []
+        """seconds of a round in each timing, by the clock"""
+        self.told: list[float] = []
+        """the same by the rows"""
 
-    def play(seconds: float) -> float:
-        started, _ = burst()
-        if run.unsettled:
-            started, _ = burst()
-        now, count = started, 0
-        while count == 0 or now - started < seconds:
-            now, size = burst()
-            count += size
-        return (now - started) / count
+    def __call__(self, seconds: float) -> float:
+        """Seconds of a round; for 0, warms up until two looks agree."""
+        if seconds:
+            return self._stretch(seconds)
+        found = self._stretch(0.0)
+        for _ in range(LOOKS - 1):
+            before, found = found, self._stretch(0.0)
+            if abs(found / before - 1) < STEADY:
+                break
+        self.whole.clear()
+        self.told.clear()
+        return found
 
-    return play
+    def _finish(self) -> float:
+        """The moment when nothing is under way any more."""
+        self._run.settle(len(self._run.unsettled))
+        synchronize(self._device)
+        return time.perf_counter()
+
+    def _stretch(self, seconds: float) -> float:
+        run = self._run
+        started, first = self._finish(), run.round
+        now = started
+        told: list[float] = []
+        while run.round == first or now - started < seconds:
+            row = next(self._rows)
+            now = time.perf_counter()
+            if self.first_row is None:
+                self.first_row = now - self._made_at
+            told.append(row["seconds"])
+        found = (self._finish() - started) / (run.round - first)
+        self.whole.append(found)
+        # The rows of the first burst also waited for whatever was timed in between.
+        later = [value for value in told if value != told[0]]
+        self.told += [statistics.mean(later)] if len(later) >= ENOUGH_ROWS else []
+        return found
+
+    def count(self, what: Callable[[Callable[[], object]], int]) -> float:
+        """What some counter finds in a few rounds, for one."""
+        self._finish()
+        first = self._run.round
+        found = what(lambda: self._stretch(0.0))
+        return found / (self._run.round - first)
+
+    def close(self) -> None:
+        """End the run. One that is merely forgotten ends too, but swallows an interrupt that comes just then."""
+        self._rows.close()
+
+    def disagree(self) -> str:
+        """What the rows tell, where it is not what the clock says."""
+        if not self.told:
+            return ""
+        whole, told = statistics.median(self.whole), statistics.median(self.told)
+        if max(whole, told) <= AGREE * min(whole, told):
+            return ""
+        return (
+            f"two clocks disagree: rows tell {1e3 * told:.3g} ms a round, timed as a whole it takes {1e3 * whole:.3g}"
+        )
 
 
 def steady_seconds(started: float, at: Sequence[float]) -> float | None:

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import typer
 
-from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, reproduce, resume, run
+from fednorm.cli import bench, catalogue, compare, data, demo, doctor, export, inspect, nvflare, reproduce, resume, run
 from fednorm.cli.output import Stopped, complain, echo
 from fednorm.engines.machine import is_first
 from fednorm.errors import DiskError, FednormError, UserCodeError
@@ -35,6 +35,7 @@ for name, verb in {
     "inspect": inspect.inspect,
     "export": export.export,
     "methods": catalogue.methods,
+    "strategies": catalogue.strategies,
     "models": catalogue.models,
     "datasets": catalogue.datasets,
     "doctor": doctor.doctor,
@@ -42,6 +43,7 @@ for name, verb in {
 }.items():
     app.command(name)(verb)
 app.add_typer(data.app, name="data")
+app.add_typer(nvflare.app, name="nvflare")
 
 
 DEBUG = "--debug"

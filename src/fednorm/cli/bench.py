@@ -16,18 +16,23 @@ _SIZES, _EFFORT, _OUTPUT = "Workloads", "Effort", "Output"
 Sections = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="SECTION...", help="gpu, rounds, pfl, cpu or all; default: gpu where there is a GPU, else cpu"
+        metavar="SECTION...",
+        help="gpu, models, rounds, pfl, cpu, async or all; default: gpu where there is a GPU, else cpu",
     ),
 ]
 Model = Annotated[str, option("--model", metavar="NAME", help="gpu: built-in model", panel=_SIZES)]
-Clients = Annotated[str, option("--clients", metavar="LIST", help="gpu: numbers of clients", panel=_SIZES)]
-LocalSteps = Annotated[int, option("--local-steps", metavar="N", help="gpu: steps of a round", panel=_SIZES)]
+Models = Annotated[
+    str | None,
+    option("--models", metavar="LIST", help="models: such as resnet20+gn:15,alexnet_bn@96:5/20", panel=_SIZES),
+]
+Clients = Annotated[str, option("--clients", metavar="LIST", help="gpu, models: numbers of clients", panel=_SIZES)]
+LocalSteps = Annotated[int, option("--local-steps", metavar="N", help="gpu, models: steps of a round", panel=_SIZES)]
 Steps = Annotated[str, option("--steps", metavar="LIST", help="cpu: steps of a round", panel=_SIZES)]
 Rounds = Annotated[
     int | None, option("--rounds", metavar="N", help="rounds, pfl: play fewer and extrapolate", panel=_SIZES)
 ]
 Precision = Annotated[
-    str | None, option("--precision", metavar="NAME", help="rounds, pfl: fp32, tf32 or bf16", panel=_SIZES)
+    str | None, option("--precision", metavar="NAME", help="rounds, pfl, async: fp32, tf32 or bf16", panel=_SIZES)
 ]
 Precisions = Annotated[str, option("--precisions", metavar="LIST", help="gpu: of fp32, tf32 and bf16", panel=_SIZES)]
 DataDir = Annotated[
@@ -48,6 +53,7 @@ Out = Annotated[Path | None, option("--out", "-o", metavar="FILE", help="write e
 def bench(
     sections: Sections = None,
     model: Model = "resnet20",
+    models: Models = None,
     clients: Clients = "5,20,100",
     local_steps: LocalSteps = 10,
     steps: Steps = "1,10",
@@ -65,17 +71,20 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Time our engines beside a plain PyTorch loop, a centralized step and other simulators, in one run."""
+    from fednorm.bench.cases import TABLE, read_cases
     from fednorm.bench.options import Options, find_sections, read_numbers
     from fednorm.bench.sections import measure_all
     from fednorm.bench.timing import Effort
 
-    chosen, found = find_sections(sections or [], device)
+    chosen, found = find_sections(sections or (["models"] if models is not None else []), device)
+    counts = read_numbers("--clients", clients)
     options = Options(
         sections=chosen,
         device=found,
         effort=Effort(repeats, seconds, minutes),
         model=model,
-        clients=read_numbers("--clients", clients),
+        cases=read_cases(TABLE if models is None else models, counts) if "models" in chosen else (),
+        clients=counts,
         local_steps=local_steps,
         steps=read_numbers("--steps", steps),
         rounds=rounds,

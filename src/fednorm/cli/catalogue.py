@@ -1,4 +1,4 @@
-"""`fednorm methods`, `fednorm models`, `fednorm datasets`: what there is to choose from."""
+"""`fednorm methods`, `strategies`, `models` and `datasets`: what there is to choose from."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fednorm.cli import complete
 from fednorm.cli.flags import Json, Use
 from fednorm.cli.method_text import print_method
 from fednorm.cli.output import echo, print_json, print_table, say
+from fednorm.errors import unknown
 
 
 def methods(
@@ -81,6 +82,59 @@ def methods(
 def _by_stage(texts: Iterable[str]) -> str:
     """The values of a method's stages, once where all are equal."""
     return " -> ".join(dict.fromkeys(texts))
+
+
+def strategies(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="say all options of one, such as fedbuff", autocompletion=complete.strategies
+        ),
+    ] = None,
+    use: Use = [],  # noqa: B006
+    json: Json = False,
+) -> None:
+    """List the strategies, what a server does with updates that come one by one; or say all options of one."""
+    from fednorm.running.extensions import load
+    from fednorm.strategies import known_strategies
+
+    load(use)
+    known = known_strategies()
+    if name is not None and name not in known:
+        raise unknown("strategy", name, known, "fednorm strategies")
+    found = [
+        {
+            "name": info.name,
+            "summary": info.summary,
+            "paper": info.paper,
+            "options": dict(info.options),
+            "reconstruction": info.reconstruction,
+        }
+        for info in known.values()
+        if name in (None, info.name)
+    ]
+    if json:
+        print_json(found if name is None else found[0])
+        return
+    if name is not None:
+        say(f"{name}: {found[0]['summary']}")
+        say(f"source: {found[0]['paper']}" + (" (reconstruction)" if found[0]["reconstruction"] else ""))
+        echo()
+        options = found[0]["options"].items()
+        print_table(["option", "default"], [[option, str(value).lower()] for option, value in options])
+        return
+    print_table(
+        ["strategy", "what it does", "paper"],
+        [
+            [each["name"], each["summary"], each["paper"] + (" (reconstruction)" if each["reconstruction"] else "")]
+            for each in found
+        ],
+        spare=["paper"],
+        readable=30,
+    )
+    echo()
+    say("options of one: `fednorm strategies NAME`")
+    say("play one with a method: fednorm run --async 'fedbuff(b=10)' --method fedbn, or --method 'fedbuff(b=10)+fedbn'")
 
 
 def models(use: Use = [], json: Json = False) -> None:  # noqa: B006

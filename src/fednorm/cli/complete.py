@@ -17,6 +17,8 @@ Complete = Callable[[str], list[str]]
 _SOURCES = Path(__file__).parents[1]
 _REGISTERED = {
     "methods": ("methods/*.py", r'^@?register\(\s*"([^"]+)"'),
+    "strategies": ("strategies/**/*.py", r'^@register_strategy\(\s*"([^"]+)"'),
+    "schedules": ("engines/clock/schedule.py", r'^@SCHEDULES.register\("([^"]+)"'),
     "models": ("models/*.py", r'^@register_model\(\s*"([^"]+)"'),
     "data sets": ("data/registry.py", r'^\s+name="([^"]+)"'),
     "partitions": ("data/partition.py", r'^    "(\w+)": PartitionInfo\('),
@@ -40,13 +42,18 @@ def starting(with_: str, names: Iterable[str]) -> list[str]:
 
 
 def methods(incomplete: str) -> list[str]:
-    """Methods after the last + of an expression.
+    """Methods after the last + of an expression; a strategy may be the first.
 
-    >>> methods("fixbn(at=0.5)+glo")
-    ['fixbn(at=0.5)+global-momentum']
+    >>> methods("fixbn(at=0.5)+glo"), methods("fedb")
+    (['fixbn(at=0.5)+global-momentum'], ['fedbn', 'fedbs', 'fedbuff'])
     """
     before, plus, last = incomplete.rpartition("+")
-    return [before + plus + name for name in starting(last, names_of("methods"))]
+    known = names_of("methods") if plus else sorted(names_of("methods") + names_of("strategies"))
+    return [before + plus + name for name in starting(last, known)]
+
+
+def strategies(incomplete: str) -> list[str]:
+    return starting(incomplete, names_of("strategies"))
 
 
 def models(incomplete: str) -> list[str]:
@@ -63,6 +70,15 @@ def any_data(incomplete: str) -> list[str]:
 
 def partitions(incomplete: str) -> list[str]:
     return starting(incomplete, names_of("partitions"))
+
+
+def schedules(incomplete: str) -> list[str]:
+    """Schedules of a clock.
+
+    >>> schedules("e")
+    ['equal', 'exponential']
+    """
+    return starting(incomplete, (*names_of("schedules"), "file:"))
 
 
 def engines(incomplete: str) -> list[str]:
@@ -84,5 +100,7 @@ BY_FIELD: dict[str, Any] = {
     "data.name": any_data,
     "data.partition": partitions,
     "engine.name": engines,
+    "clock.strategy": strategies,
+    "clock.times": schedules,
 }
 """How the value of a flag is completed, by the field that it sets."""

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,8 @@ class Flag:
 
     @property
     def parameter(self) -> str:
-        return self.option.strip("-").replace("-", "_")
+        name = self.option.strip("-").replace("-", "_")
+        return f"{name}_" if iskeyword(name) else name
 
 
 METHOD = Flag("--method", "method", "EXPR", "What to run")
@@ -48,6 +50,9 @@ FLAGS = (
     Flag("--client-fraction", "client_fraction", "X", "What to run"),
     Flag("--task", "task", "EXPR", "What to run"),
     Flag("--seed", "seed", "N", "What to run"),
+    Flag("--async", "clock.strategy", "EXPR", "What to run"),
+    Flag("--concurrency", "clock.concurrency", "N", "What to run"),
+    Flag("--times", "clock.times", "EXPR", "What to run"),
     Flag("--rounds", "rounds", "N"),
     Flag("--local-steps", "train.local_steps", "N"),
     Flag("--local-epochs", "train.local_epochs", "N"),
@@ -155,7 +160,7 @@ def field_help() -> dict[str, str]:
     """The text under each field of the config classes, by dotted name."""
     texts = field_texts(config)
     sections = {"data": "DataConfig", "train": "TrainConfig", "eval": "EvalConfig", "engine": "EngineConfig"}
-    sections |= {"world": "WorldConfig"}
+    sections |= {"world": "WorldConfig", "clock": "ClockConfig"}
     joined = dict(texts["RunConfig"])
     for section, name in sections.items():
         joined |= {f"{section}.{key}": text for key, text in texts[name].items()}

@@ -103,13 +103,15 @@ def size_text(count: float) -> str:
 
 def print_scores(result: Result) -> None:
     """The table of a comparison, with a note on every cell that is not the global model's."""
-    from fednorm.running.results import cell_text
+    from fednorm.running.over_time import histogram
+    from fednorm.running.results import cell_text, time_columns
 
     lines = result.table()
+    timed = time_columns(lines)
     shown = [name for name in HEADINGS if any(name in line for line in lines)]
     marks: dict[str, str] = {}
     rows = []
-    for line in lines:
+    for number, line in enumerate(lines):
         how = line["how"]
         if how in FOOTNOTES and how not in marks:
             marks[how] = _MARKS[len(marks)]
@@ -119,9 +121,10 @@ def print_scores(result: Result) -> None:
             for name in shown
         ]
         sent = size_text(line["bytes_per_round"]) if line["bytes_per_round"] else "-"
-        rows.append([line["method"], *cells, sent])
-    headings = [HEADINGS[name] for name in shown]
-    print_table(["method", *headings, "sent per round"], rows, numbers=[*headings, "sent per round"])
+        rows.append([line["method"], *cells, *(column[number] for column in timed.values()), sent])
+    sent = "sent per version" if timed else "sent per round"
+    headings = [*(HEADINGS[name] for name in shown), *timed, sent]
+    print_table(["method", *headings], rows, numbers=headings)
     for how, mark in marks.items():
         say(f"{mark} {FOOTNOTES[how]}")
     seeds = lines[0]["seeds"]
@@ -130,4 +133,7 @@ def print_scores(result: Result) -> None:
     )
     unit = " in percent" if result.percent else ""
     better = "" if result.higher_is_better else ", lower is better"
-    say(f"{result.metric}{unit} after the last round{better}, {over}")
+    say(f"{result.metric}{unit} after the last {'version' if timed else 'round'}{better}, {over}")
+    for run in result.runs:
+        if "staleness" in run:
+            say(f"{run['method']} seed {run['seed']}: staleness {histogram(run['staleness'])}")

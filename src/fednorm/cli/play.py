@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
 def play_run(asked: Asked) -> None:
     """Play the one run that was asked for and print what came out."""
     from fednorm.running.api import run
+    from fednorm.running.extensions import with_extensions
+    from fednorm.running.on_clock import settled
 
     tell_of_files(asked)
+    asked = replace(asked, config=settled(with_extensions(asked.config)))
     out = place_of(asked, [asked.config.method])
     folders = one_folder(asked, out)
     finish(asked, watch(asked, out, folders, lambda tell: run(asked.config, out=out, on_row=tell)))
@@ -29,8 +33,11 @@ def play_run(asked: Asked) -> None:
 def play_comparison(asked: Asked, methods: list[str]) -> None:
     """Play every method with every seed and print the table."""
     from fednorm.running.comparison import compare
+    from fednorm.running.extensions import with_extensions
+    from fednorm.running.on_clock import on_one_clock
 
     tell_of_files(asked)
+    methods = on_one_clock(methods, with_extensions(asked.config))[1]
     out = place_of(asked, methods)
 
     def work(tell: OnRow) -> Result:
@@ -95,8 +102,10 @@ def how_to_go_on(asked: Asked, out: Path, folders: Mapping[RunId, Path]) -> str:
     flags = [*asked.trackers.values(), *["--allow-code"] * asked.code_in_file]
     done = f" with {done_before(folders, asked.config.rounds).finished} of {len(folders)} runs done"
     if len(folders) == 1:
-        rounds = rounds_done(out)
-        done = "" if rounds is None else f" after round {rounds}"
+        from fednorm.running.on_clock import names_strategy
+
+        rounds, unit = rounds_done(out), "version" if names_strategy(asked.config.method) else "round"
+        done = "" if rounds is None else f" after {unit} {rounds}"
     return f"stopped{done}; continue with: {' '.join(['fednorm resume', str(out), *flags])}"
 
 

@@ -6,14 +6,33 @@ import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from fednorm.core.expression import NAME
 from fednorm.errors import ConfigError, first_line
 
 GROUP = "fednorm"
 """The group of entry points in which installed packages name the modules that register what they bring."""
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Published(Generic[Made]):
+    """What a registry knows about the name of something out of a paper."""
+
+    name: str
+    paper: str
+    summary: str
+    make: Callable[..., Made]
+    reconstruction: bool = False
+    """True where the source is not complete enough to claim a reproduction."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {name: p.default for name, p in inspect.signature(self.make).parameters.items()}
 
 
 def check_name(what: str, name: str, make: Callable[..., Any], known: Callable[..., Any] | None) -> None:

@@ -29,6 +29,10 @@ The numbers are `lr`, `momentum` and `weight_decay`, as they are for this tensor
 one call may be mapped over many clients: compute with them, but never ask `if` of them, and change nothing in place.
 """
 
+Lists = Mapping[str, list[Tensor]]
+Together = Callable[[list[Tensor], list[Tensor], Lists, "Numbers"], tuple[list[Tensor], Lists]]
+"""The same for several tensors with equal numbers, in fewer calls; the bits must be those of `update`."""
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -45,6 +49,11 @@ class Optimizer:
     elementwise: bool = True
     """whether an element moves by itself; if not (a norm of the whole tensor), tensors are never joined to one"""
 
+    @property
+    def together(self) -> Together | None:
+        """How several tensors move at once, where the update itself knows a way with the same bits."""
+        return getattr(self.update, "together", None)
+
     def entries(self, parameters: Iterable[Entry]) -> tuple[Entry, ...]:
         """The optimizer's own entries for some parameters."""
         return tuple(
@@ -60,11 +69,7 @@ class Optimizer:
         new_params: Tree = {}
         new_buffers = dict(buffers)
         for key, value in params.items():
-            own = numbers
-            if key in factors:
-                own = {**own, "lr": own["lr"] * factors[key]}
-            if key in spared:
-                own = {**own, "weight_decay": 0.0 * own["weight_decay"]}
+            own = _own_numbers(numbers, factors.get(key), key in spared)
             held = {part: buffers[buffer_key(part, key)] for part in self.buffers}
             new_params[key], moved = self.update(value, grads[key], held, own)
             if moved.keys() != held.keys():
@@ -75,6 +80,13 @@ class Optimizer:
             for part, moved_buffer in moved.items():
                 new_buffers[buffer_key(part, key)] = moved_buffer
         return new_params, new_buffers
+
+
+def _own_numbers(numbers: Numbers, factor: float | None, spared: bool) -> Numbers:
+    """The numbers of tensors with a factor on their rate, or that decay spares."""
+    if factor is not None:
+        numbers = {**numbers, "lr": numbers["lr"] * factor}
+    return {**numbers, "weight_decay": 0.0 * numbers["weight_decay"]} if spared else numbers
 
 
 class Stepping(Protocol):
@@ -92,6 +104,32 @@ def buffer_key(part: str, key: str) -> str:
     'momentum:conv1.weight'
     """
     return f"{part}:{key}"
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """An optimizer that moves all parameters with one rate and decay in a few calls, to the bit as one by one."""
+
+    together: Together
+    buffers: tuple[str, ...]
+
+    def step(
+        self, params: Tree, grads: Tree, buffers: Tree, numbers: Numbers, factors: Factors, spared: Keys = frozenset()
+    ) -> tuple[Tree, Tree]:
+        """Move all parameters."""
+        groups: dict[tuple[float | None, bool], list[str]] = {}
+        for key in params:
+            groups.setdefault((factors.get(key), key in spared), []).append(key)
+        new_params: Tree = dict(params)
+        new_buffers = dict(buffers)
+        for (factor, bare), keys in groups.items():
+            held = {part: [buffers[buffer_key(part, key)] for key in keys] for part in self.buffers}
+            values, gradients = [params[key] for key in keys], [grads[key] for key in keys]
+            moved, kept = self.together(values, gradients, held, _own_numbers(numbers, factor, bare))
+            new_params.update(zip(keys, moved, strict=True))
+            for part, tensors in kept.items():
+                new_buffers.update(zip((buffer_key(part, key) for key in keys), tensors, strict=True))
+        return new_params, new_buffers
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ They follow torch.optim to the formula, so that a user's own loop and ours agree
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fednorm.core.factories import Factories
-from fednorm.core.optim import Optimizer
+from fednorm.core.optim import Lists, Optimizer
 from fednorm.core.state import Tree
 from fednorm.errors import ConfigError
 
@@ -34,13 +34,32 @@ register_optimizer = OPTIMIZERS.register
 """Make a function that returns an `Optimizer` available under a name; its keyword arguments are the options."""
 
 
-def sgd_update(value: Tensor, grad: Tensor, buffers: Tree, numbers: Numbers) -> tuple[Tensor, Tree]:
+@dataclass(frozen=True)
+class SgdUpdate:
     """SGD, with momentum where there is a buffer for it."""
-    direction = grad + numbers["weight_decay"] * value
-    if "momentum" in buffers:
-        direction = numbers["momentum"] * buffers["momentum"] + direction
-        buffers = {"momentum": direction}
-    return value - numbers["lr"] * direction, buffers
+
+    def __call__(self, value: Tensor, grad: Tensor, buffers: Tree, numbers: Numbers) -> tuple[Tensor, Tree]:
+        direction = grad + numbers["weight_decay"] * value
+        if "momentum" in buffers:
+            direction = numbers["momentum"] * buffers["momentum"] + direction
+            buffers = {"momentum": direction}
+        return value - numbers["lr"] * direction, buffers
+
+    def together(
+        self, values: list[Tensor], grads: list[Tensor], buffers: Lists, numbers: Numbers
+    ) -> tuple[list[Tensor], Lists]:
+        """The same of several tensors, with the same roundings in the same order."""
+        lists: Any = torch  # whose calls for lists of tensors are named as if they were private
+        moves = lists._foreach_mul(values, numbers["weight_decay"])
+        lists._foreach_add_(moves, grads)
+        if "momentum" in buffers:
+            kept = lists._foreach_mul(buffers["momentum"], numbers["momentum"])
+            lists._foreach_add_(kept, moves)
+            buffers, moves = {"momentum": list(kept)}, kept
+        return list(lists._foreach_sub(values, lists._foreach_mul(moves, numbers["lr"]))), buffers
+
+
+sgd_update = SgdUpdate()
 
 
 def nesterov_update(value: Tensor, grad: Tensor, buffers: Tree, numbers: Numbers) -> tuple[Tensor, Tree]:

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from fednorm.core.claims import MERGE_STATISTICS, MERGE_TRAINED, PROXIMAL_TERM, WEIGHTS
 from fednorm.core.expression import Term, parse_terms
-from fednorm.core.extending import check_name, load_installed, summary_of
+from fednorm.core.extending import Published, check_name, load_installed, summary_of
 from fednorm.core.method import Method, Part
 from fednorm.core.numbers import refuse_numbers
 from fednorm.core.phases import Purpose
@@ -21,19 +21,8 @@ Factory = Callable[..., Part]
 
 
 @dataclass(frozen=True)
-class MethodInfo:
-    """What the registry knows about a name."""
-
-    name: str
-    paper: str
-    summary: str
-    make: Factory
-    reconstruction: bool = False
-    """True where the source is not complete enough to claim a reproduction."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        return {name: p.default for name, p in inspect.signature(self.make).parameters.items()}
+class MethodInfo(Published[Part]):
+    """What the registry knows about a method's name."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -66,6 +55,7 @@ def known_methods() -> Mapping[str, MethodInfo]:
     return dict(sorted(_REGISTRY.items()))
 
 
+_PLAIN = Method()
 _MODEL = "the model"  # none is there yet
 _EXAMPLE = "fixbn(at=0.5)+local-momentum"
 
@@ -79,11 +69,14 @@ def parse(expression: str | Method) -> Method:
     >>> parse("fedprox(mu=0.1)+gn").name
     'fedprox(mu=0.1)+gn'
     """
-    if isinstance(expression, Method):
-        return expression
+    return expression if isinstance(expression, Method) else extended(_PLAIN, expression)
+
+
+def extended(method: Method, expression: str) -> Method:
+    """A method with further parts, as if its name had ended with them."""
     known = _REGISTRY
-    method = Method()
-    claimed: dict[str, str] = {}
+    labels = [] if method is _PLAIN else [method.name]
+    claimed = {claim: part.label for part in method.parts for claim in part.claims}
     for term in parse_terms(expression, "method", _EXAMPLE):
         if term.name not in known and term.name not in known_methods():
             raise unknown("method", term.name, known, "fednorm methods")
@@ -95,11 +88,12 @@ def parse(expression: str | Method) -> Method:
                     f"both decide {_in_words(claim)}; keep one"
                 )
             claimed[claim] = part.label
+        labels.append(part.label)
         with UserCode(_MODEL):
             method = part.change(method)
         surgery = tuple((owner or part.label, operation) for owner, operation in method.surgery)
         method = replace(method, surgery=surgery, parts=(*method.parts, part))
-    method = replace(method, name="+".join(part.label for part in method.parts))
+    method = replace(method, name="+".join(labels))
     refuse_contradictions(method)
     return method
 
@@ -115,7 +109,8 @@ def _made(term: Term, make: Factory) -> Part:
 def refuse_contradictions(method: Method) -> None:
     """Refuse combinations whose parts claim nothing twice and still cannot work together."""
     last = method.stages[-1][-1]
-    local = {kind for kind, policy in last.policy.items() if policy is Policy.LOCAL and kind is not Kind.OPTIMIZER}
+    own = (Policy.LOCAL, Policy.REPORTED)
+    local = {kind for kind, policy in last.policy.items() if policy in own and kind is not Kind.OPTIMIZER}
     if method.data == "union" and (local or "lockstep" in method.needs):
         raise ConfigError(
             f"'{method.name}' cannot work: centralized training has no clients that could keep state or step "

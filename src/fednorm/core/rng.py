@@ -53,6 +53,12 @@ def _number(word: int | str) -> int:
     return _number_of_name(word) if isinstance(word, str) else word & _MASK
 
 
+@lru_cache(maxsize=4096)
+def _fold(state: int, word: int | str) -> int:
+    """A word folded into a key; of a run's keys all begin with the same words, and cohorts come again."""
+    return _scramble_int((state ^ _scramble_int(_number(word) + _GOLDEN & _MASK)) + _GOLDEN & _MASK)
+
+
 def key(*words: int | str | Tensor) -> Tensor:
     """Fold words into one 64-bit key; tensors broadcast, so a whole axis of clients is keyed at once.
 
@@ -61,16 +67,16 @@ def key(*words: int | str | Tensor) -> Tensor:
     """
     state: int | Tensor = 0
     for word in words:
+        if isinstance(state, int) and not isinstance(word, Tensor):
+            # Plain numbers stay plain: fifty small tensor operations would cost more than a small model's step.
+            state = _fold(state, word)
+            continue
+        left = _signed(state) if isinstance(state, int) else state
         if isinstance(word, Tensor):
-            mixed: int | Tensor = _scramble(word.to(torch.int64) + _GOLDEN)
-        else:  # plain numbers stay plain: fifty small tensor operations would cost more than a small model's step
-            mixed = _scramble_int(_number(word) + _GOLDEN & _MASK)
-        if isinstance(state, int) and isinstance(mixed, int):
-            state = _scramble_int((state ^ mixed) + _GOLDEN & _MASK)
+            right: int | Tensor = _scramble(word.to(torch.int64) + _GOLDEN)
         else:
-            left = _signed(state) if isinstance(state, int) else state
-            right = _signed(mixed) if isinstance(mixed, int) else mixed
-            state = _scramble((left ^ right) + _GOLDEN)  # type: ignore[arg-type]
+            right = _signed(_scramble_int(_number(word) + _GOLDEN & _MASK))
+        state = _scramble((left ^ right) + _GOLDEN)  # type: ignore[arg-type]
     return torch.tensor(_signed(state), dtype=torch.int64) if isinstance(state, int) else state
 
 
@@ -84,6 +90,16 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
 def uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
     """Float32 numbers in [0, 1), exact multiples of 2^-24 and therefore equal on every device."""
     return _shift(bits(key, shape), 40).to(torch.float32) * 2.0**-24
+
+
+def normal(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Float32 numbers of a normal distribution; devices may differ in the last bit of a cosine.
+
+    >>> normal(key(7), (2, 3)).shape
+    torch.Size([2, 3])
+    """
+    radius, angle = uniform(key, (2, *shape)).double().unbind(-1 - len(shape))
+    return (torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * math.pi * angle)).float()
 
 
 def integers(key: Tensor, high: int, shape: Sequence[int]) -> Tensor:

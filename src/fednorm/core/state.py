@@ -59,6 +59,8 @@ class Entry:
     dtype: torch.dtype
     batch_norm: bool = False
     """True in layers that normalise with statistics of the batch: only their affine is what FedBN keeps local."""
+    idle: bool = False
+    """True where no output of the model depends on it: it was only watched."""
     extra: str = ""
     """The name a method declares this entry under, where it is not the model's or the optimizer's."""
 
@@ -81,6 +83,7 @@ class _Norm:
 
     kinds: Mapping[str, Kind]
     batch: bool = False
+    idle: bool = False
 
 
 _NORM_TYPES: dict[type[nn.Module], _Norm] = {
@@ -106,6 +109,14 @@ def register_norm(module_type: type[nn.Module], **parts: str) -> None:
     _NORM_TYPES[module_type] = _Norm(kinds, batch=Kind.STATISTIC in kinds.values())
 
 
+def register_tracker(module_type: type[nn.Module], **parts: str) -> None:
+    """Declare the kinds of the tensors of a layer that takes things down, and whose output depends on none of them.
+
+    Its statistics go with those of batch norms, but nothing that acts on batch norms acts on it.
+    """
+    _NORM_TYPES[module_type] = _Norm({part: Kind(kind) for part, kind in parts.items()}, idle=True)
+
+
 def _norm_of(module: nn.Module) -> _Norm:
     for cls in type(module).__mro__:
         if cls in _NORM_TYPES:
@@ -117,7 +128,7 @@ def _norm_of(module: nn.Module) -> _Norm:
 
 def is_norm(module: nn.Module) -> bool:
     """True for every type of normalization layer fednorm knows or was told about."""
-    return _norm_of(module) is not _NO_NORM
+    return _norm_of(module) is not _NO_NORM and not _norm_of(module).idle
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -145,7 +156,8 @@ def entries(model: nn.Module) -> tuple[Entry, ...]:
             seen.add(id(tensor))
             trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
             kind = norm.kinds.get(part) or _kind_outside_norms(tensor)
-            found.append(Entry(key, kind, layer, part, trainable, tuple(tensor.shape), tensor.dtype, norm.batch))
+            shape = tuple(tensor.shape)
+            found.append(Entry(key, kind, layer, part, trainable, shape, tensor.dtype, norm.batch, norm.idle))
     return tuple(found)
 
 
@@ -187,7 +199,7 @@ def model_state(model: nn.Module, listing: Iterable[Entry] | None = None) -> Tre
 
 def tree_bytes(tree: Mapping[str, Tensor]) -> int:
     """Bytes of the tensors' contents, which is what a payload costs on the wire."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tree.values())
+    return sum(tensor.nbytes for tensor in tree.values())
 
 
 def digest(tree: Mapping[str, Tensor]) -> str:

@@ -6,14 +6,16 @@ counters are updated in place in the tree they are passed in, which therefore mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.jit import ScriptModule
 
 from fednorm.core.probe import Probe
 from fednorm.core.state import Kind, Tree, is_batch_norm
@@ -64,6 +66,9 @@ Step = Callable[[Carry, Batch, "Numbers"], tuple[Carry, Seen]]
 Objective = Callable[[Tree, Carry, Batch, "Numbers"], tuple[Tensor, Tensor]]
 """(parameters, client, batch, numbers) -> (what is minimised, the loss without penalty terms)."""
 
+Places = dict[str, tuple[dict[str, Tensor | None], str]]
+"""By key, the dictionary of a model's layer that holds a tensor, and its name there."""
+
 Gradients = Callable[[Tree, Carry, Batch, "Numbers"], tuple[Tree, tuple[Tensor, Tensor]]]
 
 
@@ -89,14 +94,44 @@ class StepSpec:
     probes: tuple[Probe, ...] = ()
     differentiate: Callable[[Objective], Gradients] | None = None
 
+    @cached_property
+    def places(self) -> Places | None:
+        """Where the model holds its tensors, by key; None where only `functional_call` can put others there."""
+        if self.tied or self.differentiate or any(isinstance(each, ScriptModule) for each in self.model.modules()):
+            return None
+        found: Places = {}
+        for prefix, module in cast("Iterable[tuple[str, nn.Module]]", self.model.named_modules()):
+            for what in ("_parameters", "_buffers"):
+                held: dict[str, Tensor | None] = vars(module)[what]
+                found |= {f"{prefix}.{name}" if prefix else name: (held, name) for name in held}
+        return found
+
 
 StepMaker = Callable[[StepSpec], Step]
 
 
 def forward(spec: StepSpec, state: Tree, x: Tensor, key: Tensor) -> Any:
     """The model's output with `state` as its state and `key` for every layer that draws random numbers."""
+    given = state | dict.fromkeys(spec.keyed, key)
     with spec.drawing(key) if spec.drawing else nullcontext():
-        return functional_call(spec.model, state | dict.fromkeys(spec.keyed, key), (x,), tie_weights=spec.tied)
+        if spec.places is not None and given.keys() <= spec.places.keys():
+            with _swapped(spec.places, given):
+                return spec.model(x)
+        return functional_call(spec.model, given, (x,), tie_weights=spec.tied)
+
+
+@contextmanager
+def _swapped(places: Places, given: Tree) -> Generator[None]:
+    """What `functional_call` does, without looking for the places anew in every step."""
+    own = [(*places[key], value) for key, value in given.items()]
+    before = [held[name] for held, name, _ in own]
+    for held, name, value in own:
+        held[name] = value
+    try:
+        yield
+    finally:
+        for (held, name, _), value in zip(own, before, strict=True):
+            held[name] = value
 
 
 def by_autograd(objective: Objective) -> Gradients:

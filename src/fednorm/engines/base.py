@@ -106,6 +106,11 @@ class Engine(Protocol):
         """How many processes train clients."""
         ...
 
+    @property
+    def independent(self) -> bool:
+        """Whether what a client brings has the same bits whoever is trained along."""
+        ...
+
     def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
         """Where a run's server state lies from now on."""
         ...
@@ -134,6 +139,7 @@ class PlainEngine:
 
     fell_back: str = ""
     processes: int = 1
+    independent: bool = True
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
@@ -217,7 +223,7 @@ def play_plainly(order: Order, train: Train, tolerant: Tolerant | None = None) -
         joined = watch.seen(server.tree, phase, [usable[client] for client in sorted(usable)], len(everybody))
     ranks.confirm(f"phase '{phase.phase.name}' of '{sites.method.name}'", server.tree)
     for client, outcome in sorted(usable.items()) if exchange.keeps else ():
-        after = state_after(phase, states[client], jobs[client], outcome.kept)
+        after = state_after(phase, states[client], jobs[client].num_steps, outcome.kept)
         if after is not None:
             order.states.put(client, after)
     looked = order.probing and any(probe.join is None for probe in sites.probes)

@@ -39,9 +39,17 @@ def received(trained: Iterable[Outcome | Failure], jobs: Sequence[Job]) -> tuple
 
 
 def flaws_of_outcomes(
-    sites: Sites, phase: PreparedPhase, server: Tree, outcomes: Sequence[Outcome], jobs: Sequence[Job], stacks: Stacks
+    sites: Sites,
+    phase: PreparedPhase,
+    server: Tree | Sequence[Tree],
+    outcomes: Sequence[Outcome],
+    jobs: Sequence[Job],
+    stacks: Stacks,
 ) -> dict[int, str]:
-    """Why outcomes cannot be used, by client: of their jobs, with the stacks of what they would share."""
+    """Why outcomes cannot be used, by client: of their jobs, with the stacks of what they would share.
+
+    `server` is the tree they began at, or one for each of them.
+    """
     updates = [outcome.update for outcome in outcomes]
     allowed = {job.client: Allowed(sites.batches.num_examples(job.client), job.num_steps) for job in jobs}
     sent = flaws(updates, phase.schema, stacks, measures=phase.phase.measures, allowed=allowed, server=server)

@@ -30,7 +30,7 @@ from fednorm.core.report import Report
 from fednorm.core.state import Tree
 from fednorm.core.user_code import is_users, user_error
 from fednorm.engines.base import Order, PlainEngine, Played, attempt, play_plainly
-from fednorm.engines.machine import refuse_other_than_cpu, usable_cores
+from fednorm.engines.machine import keep_memory, refuse_other_than_cpu, usable_cores
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.tolerance import Failure, is_the_runs, one_by_one
 from fednorm.engines.worker_messages import (
@@ -345,6 +345,7 @@ def _end_all(workers: list[Worker]) -> None:
 def _serve(pipe: connection.Connection, message: WorkerMessage, slots: tuple[Tensor, ...]) -> None:
     """The life of a worker process."""
     _die_with_parent()
+    keep_memory()
     torch.set_num_threads(1)
     try:
         sites, phases = from_message(message)

@@ -144,19 +144,21 @@ def flaws(
     *,
     measures: Collection[str] | None = None,
     allowed: Mapping[int, Allowed] | None = None,
-    server: Tree | None = None,
+    server: Tree | Sequence[Tree] | None = None,
 ) -> list[str | None]:
     """Why each update cannot be used, or None; one question to the device for all, where all is well.
 
-    `allowed` and the `server`'s tree bound what counters may say; `stacks` are those of the updates, where somebody
-    made them before.
+    `allowed` and the `server`'s tree bound what counters may say; of updates that began at different ones there is one
+    for each. `stacks` are those of the updates, where somebody made them before.
     """
     caps, expected = allowed or {}, Sent.by(schema)
     found = [flaw_of_form(update, expected, measures, caps.get(update.client)) for update in updates]
     sound = [update for update, why in zip(updates, found, strict=True) if why is None]
     steps = [caps[update.client].steps if server is not None and update.client in caps else None for update in sound]
     same = stacks if stacks is not None and len(sound) == len(updates) else Stacks([each.shared for each in sound])
-    ills = _ailments(same, expected.shared, [server or {}] * len(sound), steps)
+    bases = [server or {}] * len(updates) if server is None or isinstance(server, Mapping) else server
+    starts = [base for base, why in zip(bases, found, strict=True) if why is None]
+    ills = _ailments(same, expected.shared, starts, steps)
     if expected.reported:
         reported = _ailments(Stacks([update.reported for update in sound]), expected.reported)
         ills = [why or each for why, each in zip(ills, reported, strict=True)]

@@ -119,15 +119,24 @@ class LocalRules:
     params: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     anchor: Tree = field(default_factory=dict[str, Tensor])
     steps: int = 0
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    """what `loss` was given, for reports"""
 
     def loss(self, loss: Tensor) -> Tensor:
         """The loss with the method's penalty terms added; they pull towards the parameters at entry."""
+        self.losses.append(loss.detach())
         for penalty in self.rule.losses:
             loss = loss + penalty(self._carry(dict(self.params)), self.rule.numbers)
         return loss
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Transform the gradients, then let the optimizer step."""
+        before = self.transform(optimizer)
+        optimizer.step()
+        self.stepped(before)
+
+    def transform(self, optimizer: torch.optim.Optimizer) -> Tree:
+        """Transform the gradients before a step; what `stepped` must be given after it."""
         numbers = {**_numbers(optimizer), **self.rule.numbers}
         # As in the engines: a parameter the loss does not depend on steps by weight decay alone.
         grads: Tree = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in self.params.items()}
@@ -136,8 +145,10 @@ class LocalRules:
             grads = transform(grads, self._carry(params), numbers, self.facts)
         for key, parameter in self.params.items():
             parameter.grad = grads[key]
-        before = {key: params[key].clone() for key in self.factors}
-        optimizer.step()
+        return {key: params[key].clone() for key in self.factors}
+
+    def stepped(self, before: Tree) -> None:
+        """Scale the step that was just taken, for parameters with a learning rate of their own."""
         with torch.no_grad():
             for key, factor in self.factors.items():
                 # A step is linear in the learning rate, so scaling the step scales the rate.
@@ -172,15 +183,22 @@ def local_rules(
     and round its own, as in `fednorm.core.rng.key(seed, client, round)`.
     """
     method = _playable(method)
-    phase = _phase(method, round, rounds)
-    view = _view(model, method)
+    key = rng.key("own loop", round or 0) if key is None else key
+    with phase_rules(_view(model, method), _phase(method, round, rounds), key) as rules:
+        yield rules
+
+
+@contextmanager
+def phase_rules(view: Prepared, phase: Phase, key: Tensor) -> Generator[LocalRules]:
+    """`local_rules` of one phase, for who knows which it is."""
+    model = view.model
     trained = [entry.key for entry in view.trained(phase.rule)]
     rules = LocalRules(
         model=model,
         rule=phase.rule,
         facts=view.facts,
         factors=lr_factors(view, phase.rule),
-        key=rng.key("own loop", round or 0) if key is None else key,
+        key=key,
         keyed=view.keyed,
         params={name: model.get_parameter(name) for name in trained},
         anchor={name: model.get_parameter(name).detach().clone() for name in trained},

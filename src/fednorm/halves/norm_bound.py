@@ -40,14 +40,15 @@ class Moved(NamedTuple):
     entries: tuple[str, str] = "", ""
 
 
-def _groups(entries: Mapping[str, Entry]) -> tuple[list[str], list[str]]:
+def groups(entries: Mapping[str, Entry]) -> tuple[list[str], list[str]]:
+    """Keys of the entries that are trained, and of the others, as far as these have a length."""
     floats = {key: entry.trainable for key, entry in entries.items() if entry.dtype.is_floating_point}
     return [key for key, trained in floats.items() if trained], [key for key, trained in floats.items() if not trained]
 
 
 def length_of(tree: Tree, entries: Mapping[str, Entry]) -> Length:
     """The norms of a server's tree."""
-    each = (all_norms([tree[key] for key in keys]) if keys else None for keys in _groups(entries))
+    each = (all_norms([tree[key] for key in keys]) if keys else None for keys in groups(entries))
     return Length(*(0.0 if norms is None else float(wide(norms).square().sum().sqrt()) for norms in each))
 
 
@@ -56,7 +57,7 @@ def may_be_off(stacks: Stacks, entries: Mapping[str, Entry], model: Length, fact
 
     Who moved by d from a model of norm s sends something of norm d - s at least; so small norms need no second look.
     """
-    for keys, norm, bound in zip(_groups(entries), model, _factors(factor), strict=True):
+    for keys, norm, bound in zip(groups(entries), model, _factors(factor), strict=True):
         margin = (bound * LEAST_SHARE - 1) * norm
         if keys and (margin <= 0 or _longest(stacks, keys) > margin):
             return True
@@ -70,7 +71,7 @@ def _longest(stacks: Stacks, keys: Sequence[str]) -> float:
 def distances(stacks: Stacks, server: Tree, entries: Mapping[str, Entry]) -> list[Moved]:
     """How far each client moved from the server's tree."""
     found: list[list[tuple[float, str]]] = []
-    for keys in _groups(entries):
+    for keys in groups(entries):
         norms = [wide(norms_of(stacks.rows(key).sub(server[key].flatten()))) for key in keys]
         if not norms:
             found.append([(0.0, "")] * len(stacks.trees))

@@ -16,6 +16,7 @@ from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
 from fednorm.data.batches import UNION
+from fednorm.data.federation import called
 from fednorm.errors import ConfigError, QuorumError, WireError
 from fednorm.halves.admission import admitted
 from fednorm.halves.agreed import Agreed
@@ -65,6 +66,8 @@ class Server:
         self._keep_reported = keep_reported
         self.terms = terms
         self.sizes = sizes
+        self.names: Sequence[str] = ()
+        """of the clients, for texts, where they have some"""
         self.round = 0
         """rounds that are over"""
         self.stage = 0
@@ -85,7 +88,7 @@ class Server:
         """a round and its cohort"""
         self._open: Exchange | None = None
         self._taken: dict[int, Update] = {}
-        self._turned_away: dict[int, str] = {}
+        self.turned_away: dict[int, str] = {}
         """why the last answer of a client could not be taken"""
 
     # -- decide --
@@ -174,7 +177,7 @@ class Server:
                 self.row["retried"] = self.row.get("retried", 0) + 1
                 return False
             client = next((client for client in left if client in refused), next(iter(left)))
-            where = f"round {exchange.round}, client {client}: {left[client]}"
+            where = f"round {exchange.round}, {called(client, self.names)}: {left[client]}"
             if self.quorum is None and client in refused:
                 raise diverged(where)
             if self.quorum is None:
@@ -229,7 +232,7 @@ class Server:
 
     def _go_on(self) -> None:
         exchange = self._opened()
-        self._open, self._taken, self._turned_away = None, {}, {}
+        self._open, self._taken, self.turned_away = None, {}, {}
         self._number, self._attempt, self._step = self._number + 1, 1, self._step + 1
         if self._step == len(self._exchanges(exchange.round)):
             self.round, self._step = exchange.round, 0
@@ -283,7 +286,7 @@ class Server:
             allowed = self._allowed(exchange, [client]).get(client)
             flaw = flaw_of_form(answer, Sent.by(exchange.phase.schema), exchange.phase.phase.measures, allowed)
             if flaw is not None:
-                self._turned_away[client] = str(flaw)
+                self.turned_away[client] = str(flaw)
                 raise WireError(flaw.why, client=client, exchange=exchange.number, entry=flaw.entry or None)
         if client not in self.missing:
             log.info("client %d answered exchange %d twice; the second answer is ignored", client, exchange.number)
@@ -311,7 +314,7 @@ class Server:
         Where too few remain and `retries` allows it, the exchange is begun again instead.
         """
         exchange = self._opened()
-        missing = {client: self._turned_away.get(client, DID_NOT_ANSWER) for client in self.missing}
+        missing = {client: self.turned_away.get(client, DID_NOT_ANSWER) for client in self.missing}
         if exchange.purpose is Purpose.SCORE:
             if not self.admit(self.scores, {}, missing):
                 self._begin_again()
@@ -338,7 +341,7 @@ class Server:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        self._open, self._taken, self._turned_away, self.scores = None, {}, {}, {}
+        self._open, self._taken, self.turned_away, self.scores = None, {}, {}, {}
 
     def _address(self) -> Address:
         if self.terms is None:
@@ -378,7 +381,7 @@ class Server:
         self._number, self._attempt = facts.get("number", 1), facts.get("attempt", 1)
         self._step, self._decided = facts.get("step", 0), facts.get("decided", self.round)
         self._accepted = {int(client): number for client, number in facts.get("accepted", {}).items()}
-        self._open, self._taken, self._turned_away = None, {}, {}
+        self._open, self._taken, self.turned_away = None, {}, {}
         self.held.facts = facts.get("held", {})
         if trees is None:
             return

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fednorm import __version__
+from fednorm.core.optim import Grouped, Stepping
 from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.probe import Probe
 from fednorm.core.state import Tree
@@ -51,7 +52,7 @@ class Sites(Agreed):
             model=self.prepared.model,
             facts=self.prepared.facts,
             rule=each.rule,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer if mapped else self._stepping,
             task=self.task,
             tied=self.prepared.tied,
             keyed=self.prepared.keyed,
@@ -60,6 +61,12 @@ class Sites(Agreed):
             spared=frozenset() if self.work.decay_vectors else self.prepared.vectors,
             probes=self.probes if probing else (),
         )
+
+    @property
+    def _stepping(self) -> Stepping:
+        """The optimizer for one client at a time: on a CPU calls are what small tensors cost."""
+        together = self.optimizer.together if self.device.type == "cpu" else None
+        return Grouped(together, self.optimizer.buffers) if together else self.optimizer
 
     def steps(self, client: int, phase: PreparedPhase, share: float = 1.0) -> tuple[int, ...]:
         """Steps a client takes in each pass of a phase, where a slow one does a share of its local work."""
@@ -99,19 +106,20 @@ class Sites(Agreed):
         )
 
 
-def state_after(phase: PreparedPhase, before: ClientState, job: Job, kept: Tree) -> ClientState | None:
-    """A client's state after its work counts; None where the phase leaves it as it was."""
+def state_after(phase: PreparedPhase, before: ClientState, steps: int, kept: Tree) -> ClientState | None:
+    """A client's state after its work of some steps counts; None where the phase leaves it as it was."""
     consumes = phase.phase.consumes_batches
     if not (kept or consumes):
         return None
-    return ClientState(before.steps + (job.num_steps if consumes else 0), {**before.tree, **kept})
+    return ClientState(before.steps + (steps if consumes else 0), {**before.tree, **kept})
 
 
 class Site:
     """One client of a federation, at the terms it agreed on with the server.
 
     `work` and `score` are functions of a request and of what the client keeps; nothing is remembered in between, so a
-    request that comes twice is answered twice with the same bytes. The caller keeps `Mine` where it survives.
+    request that comes twice is answered twice with the same bytes. The caller keeps `Mine` where it survives. With
+    `any_start`, what is this client's own may begin with other values than the server's model has.
     """
 
     def __init__(
@@ -128,10 +136,11 @@ class Site:
         device: torch.device | str = "cpu",
         allow_noop: bool = False,
         lost_state: Literal["refuse", "anew"] = "refuse",
+        any_start: bool = False,
     ) -> None:
         where = torch.device(device)
         agreed = agree(model, terms.method, terms.work, weights=terms.weights, device=where, allow_noop=allow_noop)
-        refuse_other_terms(terms, agreed, task.name)
+        refuse_other_terms(terms, agreed, task.name, any_start=any_start)
         x, y = (part.to(where) for part in train)
         self.terms = terms
         self.client = client
@@ -153,7 +162,7 @@ class Site:
     @staticmethod
     def hello(name: str, model: nn.Module, num_examples: int) -> Hello:
         """How a client with this model and this many training examples introduces itself."""
-        versions = {"fednorm": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        versions = {"fednorm": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
         return Hello(name=name, num_examples=num_examples, schema=model_digest(model), versions=versions)
 
     def answer(self, request: Request, mine: Mine) -> tuple[Update | Scores, Mine]:
@@ -176,7 +185,7 @@ class Site:
         job = self.sites.job(phase, self.client, start, before.steps)
         (done,) = self._trainer.train(phase, request.numbers, [job], request.probing)
         update = replace(done.update, address=request.address)
-        after = state_after(phase, before, job, done.kept)
+        after = state_after(phase, before, job.num_steps, done.kept)
         if request.purpose is Purpose.QUERY or after is None:
             return update, mine
         return update, mine.answered(request.address.number, after)

@@ -53,3 +53,11 @@ def all_norms(tensors: Sequence[Tensor]) -> Tensor:
     # One call for all, which torch names as if it were private.
     norm = cast(Callable[..., list[Tensor]], torch._foreach_norm)  # pyright: ignore
     return torch.stack(norm(list(tensors)))
+
+
+def blend(old: Sequence[Tensor], new: Sequence[Tensor], rate: float) -> list[Tensor]:
+    """(1 - rate) * old + rate * new of each pair."""
+    # Products, then sums, as in `core.reductions.fold`; a few calls for all, which torch names as if they were private.
+    times = cast(Callable[..., list[Tensor]], torch._foreach_mul)  # pyright: ignore
+    plus = cast(Callable[..., list[Tensor]], torch._foreach_add)  # pyright: ignore
+    return plus(times(list(old), 1 - rate), times(list(new), rate))

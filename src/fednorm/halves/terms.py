@@ -15,6 +15,7 @@ from fednorm.core.optimizers import make_optimizer
 from fednorm.core.report import BySize, Uniform
 from fednorm.core.roles import head
 from fednorm.core.state import digest, entries
+from fednorm.core.strategy import Strategy
 from fednorm.data.streams import batches_per_epoch
 from fednorm.errors import ConfigError, WireError
 from fednorm.halves.agreed import Agreed
@@ -58,14 +59,13 @@ def agree(
 
 def with_weights(method: Method, weights: str) -> Method:
     """The method with `uniform` where it would weigh by size; weights a method sets itself stay."""
-    if weights != "uniform":
-        return method
+    return method if weights != "uniform" else method.map_phases(with_uniform)
 
-    def change(phase: Phase) -> Phase:
-        swapped = {kind: Uniform() if weigh == BySize() else weigh for kind, weigh in phase.weigh.items()}
-        return replace(phase, weigh=swapped)
 
-    return method.map_phases(change)
+def with_uniform(phase: Phase) -> Phase:
+    """A phase in which those weigh the same that would weigh by size."""
+    swapped = {kind: Uniform() if weigh == BySize() else weigh for kind, weigh in phase.weigh.items()}
+    return replace(phase, weigh=swapped)
 
 
 def with_head_rate(method: Method, work: LocalWork) -> Method:
@@ -92,6 +92,18 @@ def typical_steps(work: LocalWork, sizes: Mapping[int, int]) -> int:
         return work.amount
     steps = sum(count * batches_per_epoch(size, work.batch_size) for size, count in sizes.items() if size)
     return max(1, round(work.amount * steps / sum(sizes.values())))
+
+
+def total_steps(work: LocalWork, sizes: Mapping[int, int], strategy: Strategy | None = None) -> int:
+    """Steps of an average client in the whole run, for layers whose schedule spans the training.
+
+    Where clients come one by one, a version is the work of a few of them: of as many as a strategy's buffer holds.
+
+    >>> total_steps(LocalWork(rounds=8, unit="steps", amount=10), {20: 16}, Strategy(buffer=4))
+    20
+    """
+    share = 1.0 if strategy is None or strategy.barrier else strategy.buffer / sum(sizes.values())
+    return max(1, round(work.rounds * typical_steps(work, sizes) * share))
 
 
 def terms_of(agreed: Agreed, *, run: str, weights: str = "size", model: str = "", task: str = "") -> Terms:
@@ -124,12 +136,12 @@ def model_digest(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
-def refuse_other_terms(terms: Terms, agreed: Agreed, task: str) -> None:
+def refuse_other_terms(terms: Terms, agreed: Agreed, task: str, *, any_start: bool = False) -> None:
     """Refuse terms that mean something else here: another version of a method, another task, model or initial state."""
     if terms.task and terms.task != task:
         raise WireError(f"the server's task is '{terms.task}', this site's '{task}'; give both the same")
     check_terms(terms, agreed.schema_digest)
-    if terms.initial != digest(agreed.prepared.initial):
+    if not any_start and terms.initial != digest(agreed.prepared.initial):
         raise WireError(
             f"the server's {terms.model} starts from other values than this site's; build it with the same seed, "
             "or load the same file on both sides"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -16,6 +17,7 @@ from fednorm.core.state import Tree, tree_bytes
 from fednorm.core.step import Batch, Carry, Seen, Step, training_mode
 from fednorm.halves.messages import Update
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
+from fednorm.layers.pooling import gradients_as_images
 
 if TYPE_CHECKING:
     from fednorm.halves.site import Sites
@@ -140,7 +142,8 @@ class Trainer:
         examples = batches.each(batch for taken in drawn for batch in taken)
         # Layers of other libraries may draw from torch's own generator; keyed per client, so that a resumed run and
         # another order of clients draw the same.
-        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        pools = gradients_as_images(sites.prepared.model) if layout is torch.channels_last else nullcontext()
+        with pools, torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
             # Seeding all devices costs a millisecond, as much as a small step.
             set_all = cast(Callable[[int], object], torch.manual_seed)  # pyright: ignore[reportUnknownMemberType]
             set_seed = set_all if sites.device.type != "cpu" else torch.default_generator.manual_seed

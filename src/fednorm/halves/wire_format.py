@@ -101,28 +101,33 @@ def seal(kind: str, fields: Mapping[str, Any], trees: Mapping[str, Tree]) -> tup
         for name in sorted(trees)
         for key, tensor in sorted(trees[name].items())
     }
+    header = {"kind": kind, "protocol": PROTOCOL, "fields": dict(fields), "trees": sorted(trees)}
+    return _stamped(header, tree), tree
+
+
+def reseal(header: Mapping[str, Any], tree: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tree]:
+    """What `seal` gives for tensors that their own sender changed or left out since then, such as a filter for privacy.
+
+    All else that the header says must be as it was; the tensors are copies on the CPU.
+    """
+    plain, _ = _intact(header)
+    copies = {flat: _owned(tensor, _key(flat)) for flat, tensor in sorted(tree.items())}
+    return _stamped({name: plain[name] for name in plain if name != "entries"}, copies), copies
+
+
+def _stamped(header: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
+    """A header with what its entries are, and with its own digest."""
     entries = {
         flat: {"digest": digest({flat: tensor}), "dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         for flat, tensor in tree.items()
     }
-    names = sorted(trees)
-    header = {"kind": kind, "protocol": PROTOCOL, "fields": dict(fields), "trees": names, "entries": entries}
-    return header | {"digest": _seal_of(header)}, tree
+    whole = {**header, "entries": entries}
+    return whole | {"digest": _seal_of(whole)}
 
 
 def unseal(header: Mapping[str, Any], tree: Mapping[str, Tensor]) -> tuple[str, dict[str, Any], dict[str, Tree], Where]:
     """Kind, fields and trees again, and where they are from; the tensors are copies on the CPU, sorted by key."""
-    try:
-        plain: dict[str, Any] = json.loads(canonical(dict(header)))
-    except (TypeError, ValueError, RecursionError):
-        raise WireError("its header is no JSON object") from None
-    where = _where(plain)
-    if (spoken := plain.get("protocol")) != PROTOCOL:
-        raise where.error(f"it speaks protocol {short(spoken)}, this side {PROTOCOL}; install the same fednorm on both")
-    if plain.keys() != {"kind", "protocol", "fields", "trees", "entries", "digest"}:
-        raise where.error("its header has other fields than a message has")
-    if plain.pop("digest") != _seal_of(plain):
-        raise where.error("its header was altered on the way (its digest differs)")
+    plain, where = _intact(header)
     kind, names = plain["kind"], plain["trees"]
     fields, entries = as_object(plain["fields"]), as_object(plain["entries"])
     if not isinstance(kind, str) or fields is None or entries is None or not isinstance(names, list):
@@ -139,6 +144,22 @@ def unseal(header: Mapping[str, Any], tree: Mapping[str, Tensor]) -> tuple[str, 
             raise where.error("belongs to no tree that the header names", flat)
         trees[prefixes[prefix]][key] = _checked(flat, entries[flat], tree[flat], where)
     return kind, fields, trees, where
+
+
+def _intact(header: Mapping[str, Any]) -> tuple[dict[str, Any], Where]:
+    """A header as JSON values, without its digest, and where it is from; refused where it is not as it was sealed."""
+    try:
+        plain: dict[str, Any] = json.loads(canonical(dict(header)))
+    except (TypeError, ValueError, RecursionError):
+        raise WireError("its header is no JSON object") from None
+    where = _where(plain)
+    if (spoken := plain.get("protocol")) != PROTOCOL:
+        raise where.error(f"it speaks protocol {short(spoken)}, this side {PROTOCOL}; install the same fednorm on both")
+    if plain.keys() != {"kind", "protocol", "fields", "trees", "entries", "digest"}:
+        raise where.error("its header has other fields than a message has")
+    if plain.pop("digest") != _seal_of(plain):
+        raise where.error("its header was altered on the way (its digest differs)")
+    return plain, where
 
 
 def _checked(flat: str, spec: Any, tensor: object, where: Where) -> Tensor:

@@ -21,6 +21,7 @@ from fednorm.methods import (  # noqa: F401
     silobn,
     standalone,
     statistics,
+    tracker,
 )
 
 __all__ = ["known_methods", "parse", "register"]

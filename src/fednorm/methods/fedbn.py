@@ -13,9 +13,10 @@ from fednorm.pieces.changes import AverageForNewcomers, chain, keep, policy_clai
     paper="Li et al. 2021, ICLR (arXiv 2102.07623)",
     summary="keep batch norms' affine and statistics on each client, average the rest",
 )
-def fedbn(newcomer: Literal["mean", "pooled"] = "mean") -> Part:
+def fedbn(newcomer: Literal["mean", "pooled"] = "mean", report: bool = False) -> Part:
+    own = "reported" if report else "local"  # reported: the server sees each client's, averages none and sends none
     return Part(
-        chain(keep(affine="local", statistic="local", counter="local"), AverageForNewcomers(newcomer)),
+        chain(keep(affine=own, statistic=own, counter="local"), AverageForNewcomers(newcomer)),
         claims=policy_claims("affine", "statistic", "counter"),
         acts_on=frozenset({Kind.AFFINE, Kind.STATISTIC}),
     )

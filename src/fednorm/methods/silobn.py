@@ -14,11 +14,11 @@ from fednorm.pieces.newcomers import Reestimate
     paper="Andreux et al. 2020, DCL (arXiv 2008.07424)",
     summary="keep batch norms' running statistics on each client, average weights and affine",
 )
-def silobn(newcomer: Literal["reestimate", "mean", "pooled"] = "reestimate") -> Part:
+def silobn(newcomer: Literal["reestimate", "mean", "pooled"] = "reestimate", report: bool = False) -> Part:
     # An average for newcomers would need the very statistics that no client is to tell.
     newcomers: Change = NewcomersUnlessTold(Reestimate()) if newcomer == "reestimate" else AverageForNewcomers(newcomer)
     return Part(
-        chain(keep(statistic="local", counter="local"), newcomers),
+        chain(keep(statistic="reported" if report else "local", counter="local"), newcomers),
         claims=policy_claims("statistic", "counter"),
         acts_on=frozenset({Kind.STATISTIC}),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fednorm.errors import ConfigError
 from fednorm.models.calling import check_positive
@@ -24,9 +25,11 @@ class SelfAttention(nn.Module):
         batch, tokens, width = x.shape
         each = width // self.heads
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, each).permute(2, 0, 3, 1, 4)
-        # Batch and heads as one axis: with two, torch picks fused kernels, which vmap runs one client at a time.
         query, key, value = qkv.reshape(3, batch * self.heads, tokens, each).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value).reshape(batch, self.heads, tokens, each)
+        # Plain products: vmap runs torch's fused kernels one client at a time. Up to torch 2.13 one axis for batch and
+        # heads was enough to keep them away.
+        with sdpa_kernel(SDPBackend.MATH):
+            mixed = F.scaled_dot_product_attention(query, key, value).reshape(batch, self.heads, tokens, each)
         return self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
 

@@ -17,11 +17,13 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.ranks import Alone, join
 from fednorm.errors import ConfigError, FednormError, unknown
+from fednorm.running.clock_run import ClockRun, run_of
 from fednorm.running.config import RunConfig, all_fields, updated
 from fednorm.running.extensions import warn_of_changes, with_extensions
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import Objects, check_given, check_stored, gathered, read_config, read_stored, stored_config
 from fednorm.running.in_step import play_in_step
+from fednorm.running.on_clock import settled
 from fednorm.running.own_files import settled_by_files
 from fednorm.running.plan import Plan
 from fednorm.running.records import OnRow, RoundRow, RunId, RunResult
@@ -35,6 +37,8 @@ from fednorm.running.tensor_files import save_tree
 from fednorm.running.threads import threads_of
 from fednorm.running.trained import Trained, Which, model_of
 from fednorm.running.trial import try_out
+
+AnyRun = Run | ClockRun
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ def described(
     config = updated(config or RunConfig(), settings_to_fields(settings))
     config = updated(config, {field: name for field, name in named.items() if isinstance(name, str)})
     given = {*settings_to_fields(settings), *(field for field, value in named.items() if value is not None)}
-    return settled_by_files(with_extensions(replace(config, use=(*config.use, *use))), given)
+    config = settled_by_files(with_extensions(replace(config, use=(*config.use, *use))), given)
+    return settled(config) if "method" in named and isinstance(named["method"], str | None) else config
 
 
 def run(
@@ -173,7 +178,7 @@ def play_all(playables: Sequence[Playable]) -> list[RunResult]:
     ranks = join(playables[0].plan.config.engine.device)
     with threads_of(playables[0].plan):
         make = engine_maker([playable.plan for playable in playables])
-        runs = {Run(playable.plan, playable.store, ranks, make): playable for playable in playables}
+        runs = {run_of(each.plan, each.store, ranks, make): each for each in playables}
         told, errors, signalled = _tell_rows(runs, ranks)
     ended = [run for run in runs if (run.stopped or told[run] == run.plan.config.rounds) and run not in errors]
     summaries = [_finish(run, runs[run].folder, ranks) for run in ended]
@@ -184,13 +189,15 @@ def play_all(playables: Sequence[Playable]) -> list[RunResult]:
     return summaries
 
 
-def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, int], dict[Run, FednormError], int]:
+def _tell_rows(
+    runs: Mapping[AnyRun, Playable], ranks: Alone
+) -> tuple[dict[AnyRun, int], dict[AnyRun, FednormError], int]:
     """Play and write rows: the last round told of each run, how some failed, and the signal that stopped the rest.
 
     Runs are settled together, so one may have ended whose last row was not told when a signal came: it is resumed.
     """
     told = {run: run.round for run in runs}
-    errors: dict[Run, FednormError] = {}
+    errors: dict[AnyRun, FednormError] = {}
     with ExitStack() as held:
         writers = {
             run: held.enter_context(playable.folder.metrics_open(playable.store.rows()))
@@ -198,7 +205,7 @@ def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, in
             if playable.folder
         }
         stopped = held.enter_context(orderly_stop())
-        for run, news in play_in_step(list(runs)):
+        for run, news in _all_news(list(runs)):
             if isinstance(news, FednormError):
                 errors[run] = news
                 continue
@@ -218,17 +225,31 @@ def _tell_rows(runs: Mapping[Run, Playable], ranks: Alone) -> tuple[dict[Run, in
     return told, errors, 0
 
 
-def _tell(run: Run, row: RoundRow, on_row: OnRow | None) -> bool:
+def _all_news(runs: Sequence[AnyRun]) -> Iterator[tuple[AnyRun, RoundRow | FednormError]]:
+    """Rows of all runs, and how some failed: rounds in step, then one clock after the other."""
+    in_rounds = [run for run in runs if isinstance(run, Run)]
+    if in_rounds:
+        yield from play_in_step(in_rounds)
+    for run in runs:
+        if isinstance(run, ClockRun):
+            try:
+                for row in run.rounds():
+                    yield run, row
+            except FednormError as error:
+                yield run, error
+
+
+def _tell(run: AnyRun, row: RoundRow, on_row: OnRow | None) -> bool:
     """Tell who watches of a round; whether they want it to be the last."""
     try:
         if on_row:
-            on_row(RunId(run.plan.method.name, run.plan.config.seed), row)
+            on_row(RunId(run.plan.name, run.plan.config.seed), row)
     except Stop:
         return True
     return False
 
 
-def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> RunResult:
+def _finish(run: AnyRun, folder: RunFolder | None, ranks: Alone) -> RunResult:
     """The summary of a run that was played to its end or stopped early, and in its folder all that it leaves."""
     plan = run.plan
     summary = ranks.tell_first(lambda: _summary(plan, run))
@@ -243,10 +264,10 @@ def _finish(run: Run, folder: RunFolder | None, ranks: Alone) -> RunResult:
     return summary
 
 
-def _summary(plan: Plan, run: Run) -> RunResult:
+def _summary(plan: Plan, run: AnyRun) -> RunResult:
     summary = summarise(
         list(run.store.rows()),
-        method=plan.method.name,
+        method=plan.name,
         seed=plan.config.seed,
         rounds=plan.config.rounds,
         metric=plan.task.metric,
@@ -262,4 +283,4 @@ def _summary(plan: Plan, run: Run) -> RunResult:
 
 def save_model(plan: Plan, store: Store, path: Path, which: Which = "last") -> None:
     """Write the global model as plain safetensors; entries that stayed local are their clients' mean."""
-    save_tree(path, model_of(plan, store, which=which), {"method": plan.method.name, "model": plan.config.model})
+    save_tree(path, model_of(plan, store, which=which), {"method": plan.name, "model": plan.config.model})

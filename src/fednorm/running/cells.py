@@ -66,11 +66,17 @@ def cells_in(stored: Mapping[str, Any], folder: RunFolder, objects: Objects, nam
         Cell(
             id,
             RunFolder(folder.path / id.file_name),
-            updated(base, id._asdict()),
+            config_of(base, id, named),
             replace(objects, method=named.get(id.method)),
         )
         for id in ids
     ]
+
+
+def config_of(base: RunConfig, id: RunId, named: Mapping[str, Method]) -> RunConfig:
+    """The config of one run of a comparison; a method by name has its strategy there, one that is an object has not."""
+    config = updated(base, id._asdict())
+    return config if id.method in named else replace(config, clock=replace(config.clock, strategy=None))
 
 
 def packs(pending: Sequence[Cell]) -> list[list[Cell]]:

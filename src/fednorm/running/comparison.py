@@ -22,7 +22,6 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import find_device, refuse_ranks
 from fednorm.errors import ConfigError
-from fednorm.methods import parse
 from fednorm.running.api import described
 from fednorm.running.cells import Cell, cells_in, packs, play_cells
 from fednorm.running.config import RunConfig, updated
@@ -39,6 +38,7 @@ from fednorm.running.given import (
     stored_config,
 )
 from fednorm.running.in_processes import play_in_processes, refuse_unsendable
+from fednorm.running.on_clock import on_one_clock
 from fednorm.running.records import OnRow
 from fednorm.running.result_file import write_result
 from fednorm.running.results import Result
@@ -107,7 +107,8 @@ def settled(
     """The config of a comparison's runs and the names of its methods, or a refusal of what cannot be compared."""
     refuse_ranks("a comparison")
     config = with_extensions(config)
-    names = _distinct([parse(method).name for method in methods], "method")
+    config, named = on_one_clock(methods, config)
+    names = _distinct(named, "method")
     _distinct(seeds, "seed")
     # The engine `auto` has one thread anyway, and may take other cores for workers where it was not given one.
     alone = jobs == 1 and (config.engine.name == "auto" or find_device(config.engine.device).type != "cpu")

@@ -155,6 +155,18 @@ class WorldConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClockConfig:
+    """Virtual time: for runs whose server takes updates as they come, and for those that are compared with them."""
+
+    strategy: str | None = None
+    """what a server does with updates that come one by one, such as fedbuff(b=10); rounds are then its versions"""
+    concurrency: int | None = None
+    """clients that have a job at a time; default: all"""
+    times: str = "default"
+    """how long jobs take: default, shifted, exponential(mean=1.0), equal, file:PATH, or one of your own"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run: one method, one seed."""
 
@@ -189,6 +201,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
+    clock: ClockConfig = field(default_factory=ClockConfig)
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -39,7 +39,8 @@ def scored(plan: Plan, clients: Sequence[int]) -> tuple[Sequence[int], dict[str,
 
 def averaged(plan: Plan, phase: PreparedPhase, store: Store, clients: Collection[int] | None = None) -> Tree:
     """What a newcomer gets of entries that clients keep: their mean, as the method says, over these or all clients."""
-    return averaged_local([phase.schema[key][0] for key in phase.kept], plan.method.newcomer, store, clients)
+    kept = (phase.schema[key][0] for key in phase.kept)
+    return averaged_local([entry for entry in kept if not entry.idle], plan.method.newcomer, store, clients)
 
 
 def client_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store, client: int, fallback: Tree) -> Tree:

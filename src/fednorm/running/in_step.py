@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fednorm.core.user_code import UserCode
@@ -19,7 +19,7 @@ SETTLE_SECONDS = 0.25
 """Rounds that stay on the device are looked at this often: for the progress, and for an interruption."""
 
 
-def play_in_step(runs: Sequence[Run]) -> Iterator[tuple[Run, Row | FednormError]]:
+def play_in_step(runs: Sequence[Run]) -> Generator[tuple[Run, Row | FednormError]]:
     """Play the remaining rounds of some runs in step; rows come when they are settled.
 
     Rounds that stay on the device are settled some at a time, while the next ones are played, so that it never waits

@@ -66,5 +66,5 @@ class Keeper:
         clients = averaged_clients(self.plan, round)
         state = global_model(self.plan, self.plan.evaluated(stage), server, self.store, clients)
         tensors = {key: state[key].cpu().contiguous() for key in self.plan.prepared.facts.entries}
-        about = {"method": self.plan.method.name, "model": self.plan.config.model, "round": str(round)}
+        about = {"method": self.plan.name, "model": self.plan.config.model, "round": str(round)}
         save_tree(folder.with_name(f"round-{round}.safetensors"), tensors, about)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,10 @@ TITLES = {
 
 
 def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[str, ...] = tuple(TITLES)) -> Path:
-    """Draw the score of every method by round, one panel a protocol: the mean over seeds, and their range as a band."""
+    """Draw the score of every method by round, one panel a protocol: the mean over seeds, and their range as a band.
+
+    On a clock, rounds are versions of the server's model, and a second line of panels has the same over virtual time.
+    """
     require("matplotlib", "report", "a picture of the curves")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -33,13 +37,16 @@ def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[s
     shown = [name for name in protocols if all(name in run["curves"] for run in result.runs)]
     if not shown:
         raise ConfigError("there is no curve to draw: no round was scored by all runs in the same way")
-    figure = Figure(figsize=(4.6 * len(shown), 4.1), dpi=150, layout="constrained")
+    timed = all("time" in run["curves"] for run in result.runs)
+    units = ("version", "time") if timed else ("round",)
+    figure = Figure(figsize=(4.6 * len(shown), 4.1 * len(units)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
-    for axis, protocol in zip(axes, shown, strict=True):
+    grid = figure.subplots(len(units), len(shown), sharey=True, squeeze=False)
+    panels = [(grid[line][column], name, unit) for line, unit in enumerate(units) for column, name in enumerate(shown)]
+    for axis, protocol, unit in panels:
         for number, method in enumerate(result.methods):
             runs = result.of(method)
-            rounds = runs[0]["curves"]["round"]
+            rounds = _times(runs) if unit == "time" else runs[0]["curves"]["round"]
             by_round = list(zip(*(run["curves"][protocol] for run in runs), strict=True))
             colour = COLOURS[number % len(COLOURS)]
             means = [sum(scores) / len(scores) for scores in by_round]
@@ -51,16 +58,18 @@ def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[s
             )
         joined = any(_is_joined(run, protocol) for run in result.runs)
         axis.set_title(TITLES[protocol] + (" (dashed: not one global model)" if joined else ""), fontsize=11)
-        axis.set_xlabel("round")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set_xlabel("virtual time" if unit == "time" else unit)
+        if unit != "time":
+            axis.xaxis.get_major_locator().set_params(integer=True)
         if result.percent:
             axis.set_ylim(0, 100)
         axis.margins(x=0.01)
         axis.grid(axis="y", color="0.9", linewidth=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel(f"{result.metric} (%)" if result.percent else result.metric)
-    handles, labels = axes[-1].get_legend_handles_labels()
+    for line in grid:
+        line[0].set_ylabel(f"{result.metric} (%)" if result.percent else result.metric)
+    handles, labels = grid[-1][-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     if title:
         figure.suptitle(title, fontsize=12)
@@ -68,6 +77,12 @@ def curves(result: Result, path: str | Path, title: str = "", protocols: tuple[s
     with written_whole(path) as draft:
         figure.savefig(draft, format=path.suffix[1:] or None)
     return path
+
+
+def _times(runs: Sequence[RunResult]) -> list[float]:
+    """When each version was made that was scored: the mean over seeds, whose clocks go much alike."""
+    each = zip(*(run["curves"].get("time", []) for run in runs), strict=True)
+    return [sum(times) / len(times) for times in each]
 
 
 def _is_joined(run: RunResult, protocol: str) -> bool:

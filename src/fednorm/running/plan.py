@@ -15,6 +15,7 @@ from fednorm.core.optim import Optimizer
 from fednorm.core.optimizers import SGD, with_nesterov
 from fednorm.core.schedule import lr_factor
 from fednorm.core.state import Kind, Policy
+from fednorm.core.strategy import Strategy
 from fednorm.core.task import AnyTask
 from fednorm.core.world import World
 from fednorm.data import load_dataset, make_federation
@@ -34,14 +35,14 @@ from fednorm.halves.habits import find_habits
 from fednorm.halves.messages import LocalWork
 from fednorm.halves.prepared import Prepared
 from fednorm.halves.site import Sites, batches_of
-from fednorm.halves.terms import agree, typical_steps
-from fednorm.methods import parse
+from fednorm.halves.terms import agree, total_steps, typical_steps
 from fednorm.models.calling import refuse_given
 from fednorm.models.fitting import check_inputs
 from fednorm.running.config import DataConfig, RunConfig
 from fednorm.running.consent import refuse_unasked
 from fednorm.running.extensions import with_extensions
 from fednorm.running.initial import read_start
+from fednorm.running.on_clock import Clock, make_clock, resolved, settled
 from fednorm.running.own_files import build_own
 from fednorm.running.tasks import settle_task
 from fednorm.scoring.probes import find_probes
@@ -53,11 +54,27 @@ class Plan(Sites):
 
     config: RunConfig
     federation: Federation
+    clock: Clock | None = None
+    """for a run in virtual time"""
+
+    @property
+    def name(self) -> str:
+        """The method as results have it, with its strategy."""
+        return self.config.method if self.clock else self.method.name
 
     @property
     def cohort_size(self) -> int:
-        """How many clients a round draws."""
+        """How many clients a round draws, or on a clock have a job at a time."""
+        if self.clock is not None:
+            return self.clock.concurrency
         return self.config.cohort_size(len(self.federation.training_clients))
+
+    @property
+    def updates(self) -> int:
+        """How many updates make a round, or on a clock a version."""
+        if self.clock is None:
+            return self.cohort_size
+        return self.clock.concurrency if self.clock.strategy.barrier else self.clock.strategy.buffer
 
     @property
     def world(self) -> World:
@@ -81,7 +98,8 @@ def make_plan(
     """
     refuse_unasked(config, code)
     config = with_extensions(config)
-    method = method or parse(config.method)
+    config = settled(config) if method is None else config
+    strategy, method = resolved(config, method)
     lr_factor(config.train.schedule, 1, config.rounds)
     parse_augmentation(config.train.augment)
     device = find_device(config.engine.device)
@@ -89,6 +107,7 @@ def make_plan(
     task, federation = settle_task(config.task, federation or build_federation(config), device, task)
     check(federation, task.kind or task.name)
     _check_augmentation(config, federation)
+    clock = make_clock(config, strategy, federation)
     available = len(federation.training_clients)
     if config.clients_per_round and config.clients_per_round > available:
         raise ConfigError(
@@ -99,7 +118,7 @@ def make_plan(
     agreed = agree(
         start.before_surgery(network),
         method,
-        local_work(config, federation, method),
+        local_work(config, federation, method, strategy),
         weights=config.train.weights,
         device=device,
         allow_noop=config.allow_noop,
@@ -130,16 +149,17 @@ def make_plan(
         probes=find_probes(config.eval.probes),
         config=config,
         federation=federation,
+        clock=clock,
     )
     _check_validation(plan)
     return replace(plan, habits=find_habits(plan))
 
 
-def local_work(config: RunConfig, federation: Federation, method: Method) -> LocalWork:
-    """What every client does in a round, as a config says."""
+def work_of(config: RunConfig) -> LocalWork:
+    """What every client does in a round, as far as a config says without data."""
     train = config.train
     unit, amount = config.local_work()
-    work = LocalWork(
+    return LocalWork(
         seed=config.seed,
         rounds=config.rounds,
         unit=unit,
@@ -158,15 +178,24 @@ def local_work(config: RunConfig, federation: Federation, method: Method) -> Loc
         dtype=train.dtype,
         chunk=config.eval.chunk,
     )
+
+
+def local_work(
+    config: RunConfig, federation: Federation, method: Method, strategy: Strategy | None = None
+) -> LocalWork:
+    """What every client does in a round, or on a clock in a job, with the steps that follow from everybody's data."""
+    work = work_of(config)
     held = config.data.val_fraction
     sizes = Counter[int]()
     for size, count in size_counts(federation).items():
         sizes[size - num_held(size, held)] += count
+    if strategy is not None:
+        return replace(work, total_steps=total_steps(work, sizes, strategy))
     steps = typical_steps(work, sizes)
-    if method.data == "union" and unit == "epochs":  # one client with all data, on batches as large as a cohort's
+    if method.data == "union" and work.unit == "epochs":  # one client with all data, on batches as large as a cohort's
         cohort = config.cohort_size(sizes.total())
         whole = {sum(size * count for size, count in sizes.items()): 1}
-        steps = typical_steps(replace(work, batch_size=train.batch_size * cohort), whole)
+        steps = typical_steps(replace(work, batch_size=work.batch_size * cohort), whole)
     return replace(work, total_steps=config.rounds * steps)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from fednorm.errors import visible
 from fednorm.files import open_plain
 from fednorm.running.folder import RunFolder
+from fednorm.running.over_time import histogram
 from fednorm.running.records import RoundRow, RunId, number_text, score_of
 
 
@@ -53,12 +54,16 @@ def _seconds(folder: Path) -> dict[int, float]:
 
 
 class Pace:
-    """Rounds per second and the time left, by run, from the rounds seen; seconds of all, those before included."""
+    """Rounds per second and the time left, by run, from the rounds seen; seconds of all, those before included.
+
+    On a clock also the virtual time, and how stale the updates were that were seen.
+    """
 
     def __init__(self, rounds: int, before: Before | None = None) -> None:
         self.rounds = rounds
         self._seen: dict[RunId, list[float]] = defaultdict(list)
         self._seconds: dict[RunId, dict[int, float]] = defaultdict(dict)
+        self._stale: dict[RunId, Counter[str]] = defaultdict(Counter)
         for run, seconds in (before or Before()).seconds.items():
             self._seconds[run].update(seconds)
 
@@ -69,7 +74,11 @@ class Pace:
         self._seen[run].append(seconds)
         rate = len(self._seen[run]) / max(sum(self._seen[run]), 1e-9)
         left = round((self.rounds - row["round"]) / rate)
-        return f"{rate:.1f} rounds/s, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        told = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        if "time" not in row:
+            return f"{rate:.1f} rounds/s, {told}"
+        self._stale[run].update(map(str, row.get("staleness", ())))
+        return f"time {row['time']:.4g}, {rate:.1f} versions/s, {told}, staleness {histogram(self._stale[run])}"
 
     def seconds(self, run: RunId) -> float:
         """Seconds of all rounds of a run so far."""
@@ -77,12 +86,18 @@ class Pace:
 
 
 def headline(row: RoundRow) -> str | None:
-    """The global model's score of a round, if it was scored: `accuracy 71.2`."""
+    """The global model's score of a round, if it was scored: `accuracy 71.2`; where it has none, the clients' own."""
     metric, scores = row.get("metric"), row.get("eval", {})
-    if metric is None or metric["name"] not in scores.get("pooled", {}):
-        return None
-    value = score_of(scores, "pooled", metric["name"])
-    return f"{metric['name']} {number_text(value, metric['percent'])}"
+    for protocol, whose in (("pooled", ""), ("own_client", "own-client ")):
+        if metric is not None and metric["name"] in scores.get(protocol, {}):
+            value = score_of(scores, protocol, metric["name"])
+            return f"{whose}{metric['name']} {number_text(value, metric['percent'])}"
+    return None
+
+
+def unit_of(row: RoundRow) -> str:
+    """What the number of a row counts: on a clock, versions of the server's model."""
+    return "version" if "time" in row else "round"
 
 
 def gone_on(before: Before, rounds: int, runs: int) -> Iterable[str]:
@@ -115,7 +130,7 @@ class PlainLines:
     def __call__(self, run: RunId, row: RoundRow) -> None:
         pace, score = self.pace.tell(run, row), headline(row)
         if self.runs == 1 and score:
-            self._print(f"{run}  round {row['round']}/{self.pace.rounds}  {score}  {pace}")
+            self._print(f"{run}  {unit_of(row)} {row['round']}/{self.pace.rounds}  {score}  {pace}")
         elif self.runs > 1 and row["round"] == self.pace.rounds:
             self.finished += 1
             took = self.pace.seconds(run)

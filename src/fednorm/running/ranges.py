@@ -46,6 +46,7 @@ def check_ranges(config: RunConfig) -> None:
         "eval.chunk": (config.eval.chunk, 1),
         "eval.max_clients": (config.eval.max_clients, 1),
         "eval.probe_every": (config.eval.probe_every, 1),
+        "clock.concurrency": (config.clock.concurrency, 1),
         "engine.threads": (config.engine.threads, 0),
         "engine.workers": (config.engine.workers, 0),
         "engine.loaders": (config.engine.loaders, 0),

@@ -16,12 +16,12 @@ from fednorm.files import finite, infinite_again, safe_name
 ROW_VERSION = 1
 ROW_HISTORY = {
     0: "rows without `version`, written before there were versions; read as version 1",
-    1: "`version` in every row; `seconds` may be absent",
+    1: "`version` in every row; `seconds` may be absent; since then also `time` and `staleness`, on a clock alone",
 }
 RESULT_VERSION = 1
 RESULT_HISTORY = {
     0: "files without `version`; read as version 1",
-    1: "`version`, `runs` and `table`; since then also `made_from` and `sha256`, which older files lack",
+    1: "`version`, `runs` and `table`; since then also `made_from`, `sha256`, and on a clock `time` and what it names",
 }
 
 
@@ -115,7 +115,7 @@ class RoundRow(TypedDict):
     version: int
     """version of the row"""
     round: int
-    """number of the round, from 1"""
+    """number of the round, or on a clock of the version of the server's model, from 1"""
     stage: int
     """stage of the method in this round, from 0; most methods have one"""
     clients: int
@@ -133,7 +133,7 @@ class RoundRow(TypedDict):
     train_loss_weighted: NotRequired[float]
     """the same with clients weighted by how many examples they train on; absent in rows of earlier versions"""
     cohort: NotRequired[list[int]]
-    """ids of the clients of the round; absent where all take part"""
+    """ids of the clients of the round; absent where all take part; on a clock, one may be there twice"""
     eval: NotRequired[Scores]
     """scores; absent in rounds that were not scored (see eval.every)"""
     metric: NotRequired[MetricFacts]
@@ -151,6 +151,10 @@ class RoundRow(TypedDict):
     """what probes saw of each client's work, by phase, client id (text in a file) and probe"""
     round_probes: NotRequired[dict[str, dict[str, float]]]
     """what probes saw of the merge, by phase and probe; absent where none looks at merges"""
+    time: NotRequired[float]
+    """on a clock: virtual time at which this version was made"""
+    staleness: NotRequired[list[int]]
+    """on a clock: of each update in it, by `cohort`, how many versions were made while it was on its way"""
     seconds: NotRequired[float]
     """seconds the round took; absent where a run was stopped before they were measured"""
     not_finite: NotRequired[dict[str, str]]
@@ -181,6 +185,8 @@ class Curves(TypedDict, total=False):
 
     round: Required[list[int]]
     """numbers of the rounds that were scored"""
+    time: list[float]
+    """on a clock: the virtual time of each of them"""
     pooled: list[float]
     """the metric of this protocol in each of them"""
     domains: list[float]
@@ -254,6 +260,10 @@ class RunResult(TypedDict):
     """what went over the wire"""
     refused: int
     """updates that were refused"""
+    time: NotRequired[float]
+    """on a clock: virtual time of the whole run"""
+    staleness: NotRequired[dict[str, int]]
+    """on a clock: how many updates were how stale"""
     seconds: float
     """seconds of all rounds whose time was measured"""
     notes: list[str]
@@ -296,6 +306,10 @@ class TableLine(TypedDict):
     """likewise"""
     how: str
     """what was tested as `pooled`"""
+    time: NotRequired[MeanOverSeeds]
+    """on a clock: virtual time of the whole run"""
+    time_to: NotRequired[dict[str, MeanOverSeeds]]
+    """on a clock: virtual time until the pooled score was first at 10, 20, ... percent, as far as all seeds came"""
     bytes_per_round: int
     """bytes of a round, both directions"""
     seconds: float

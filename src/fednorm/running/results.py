@@ -18,10 +18,12 @@ from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.errors import ConfigError, require, unknown
 from fednorm.files import written_whole
+from fednorm.running.over_time import is_timed, staleness_of, time_to, times_to
 from fednorm.running.pictures import curves as draw_curves
 from fednorm.running.records import (
     RESULT_VERSION,
     Curves,
+    MeanOverSeeds,
     Ran,
     ResultFile,
     RoundRow,
@@ -80,7 +82,8 @@ def summarise(
     """One run as result.json holds it: final, best-validation and peak scores, curves, bytes and seconds."""
     scored = [(row["round"], row["eval"]) for row in rows if "eval" in row]
     final: Scores = scored[-1][1] if scored else {}
-    protocols = [name for name in (*PROTOCOLS, "validation") if name in final]
+    # A run that was begun elsewhere, such as on NVFlare, may have earlier rounds without some of the last one's.
+    protocols = [name for name in (*PROTOCOLS, "validation") if all(name in scores for _, scores in scored) and final]
     by_round = {name: [score_of(scores, name, metric) for _, scores in scored] for name in protocols}
     # The first of several rounds that are equally good.
     sign = 1 if higher_is_better else -1
@@ -93,6 +96,9 @@ def summarise(
         name: {"round": scored[at][0], metric: by_round[name][at]} for name, at in best.items() if name != "validation"
     }
     curves: Any = {"round": [number for number, _ in scored], **by_round}
+    times = [row["time"] for row in rows if "eval" in row and "time" in row]
+    if times:
+        curves["time"] = times
     result: RunResult = {
         "method": method,
         "seed": seed,
@@ -115,6 +121,8 @@ def summarise(
         "notes": list(notes),
         "digest": digest,
     }
+    if rows and "time" in rows[-1]:
+        result = {**result, "time": rows[-1]["time"], "staleness": staleness_of(rows)}
     return {**result, "ran": ran} if ran else result
 
 
@@ -221,7 +229,7 @@ class Result:
             {**_name(run), "round": number, "protocol": protocol, self.metric: value}
             for run in self.runs
             for protocol, values in run["curves"].items()
-            if protocol != "round"
+            if protocol not in ("round", "time")
             for number, value in zip(run["curves"]["round"], cast("list[float]", values), strict=True)
         ]
 
@@ -256,20 +264,27 @@ class Result:
         pandas = importlib.import_module("pandas")
         return pandas.DataFrame(self.rows(), columns=["method", "seed", "round", "protocol", self.metric])
 
+    def time_to(self, level: float, method: str | None = None, protocol: str = "pooled") -> Spread | None:
+        """Virtual time until the score of a method was first at a level, over its seeds; None where one never was."""
+        times = [time_to(run, level, protocol) for run in self.of(method or self.methods[0])]
+        return None if None in times else spread((time for time in times if time is not None), percent=False)
+
     def picture(self, path: str | Path, title: str = "") -> Path:
-        """Draw the curves of all methods by round into a file, such as curves.png."""
+        """Draw the curves of all methods by round, and on a clock by time, into a file, such as curves.png."""
         return draw_curves(self, path, title)
 
     def table(self) -> list[TableLine]:
-        """One line a method: mean and spread by protocol, bytes a round, seconds."""
+        """One line a method: mean and spread by protocol, bytes a round, seconds, and on a clock virtual times."""
         lines = []
         for method in self.methods:
             runs = self.of(method)
             line: Any = {"method": method, "seeds": [run["seed"] for run in runs]}
             for protocol in PROTOCOLS:
                 if all(protocol in run["final"] for run in runs):
-                    found = self.final(method, protocol)
-                    line[protocol] = {"mean": found.mean, "std": found.std, "n": found.count}
+                    line[protocol] = _cell(self.final(method, protocol))
+            if all(is_timed(run) for run in runs):
+                line["time"] = _cell(spread(run.get("time", 0.0) for run in runs))
+                line["time_to"] = {level: _cell(spread(times)) for level, times in times_to(runs).items()}
             line["how"] = runs[0]["final"].get("pooled", {}).get("how", "")
             line["bytes_per_round"] = runs[0]["bytes"]["per_round"]
             line["seconds"] = round(math.fsum(run["seconds"] for run in runs), 3)
@@ -283,12 +298,34 @@ class Result:
     def __str__(self) -> str:
         lines = self.table()
         protocols = [name for name in PROTOCOLS if any(name in line for line in lines)]
-        rows = [["method", *protocols, "kB/round"]]
-        for line in lines:
+        timed = time_columns(lines)
+        rows = [["method", *protocols, *timed, "kB/round"]]
+        for number, line in enumerate(lines):
             cells = [cell_text(line.get(name), self.percent) for name in protocols]
+            cells += [column[number] for column in timed.values()]
             rows.append([line["method"], *cells, f"{line['bytes_per_round'] / 1e3:.1f}"])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def time_columns(lines: Sequence[TableLine]) -> dict[str, list[str]]:
+    """What a table says of virtual time: all of it, and that to the highest level which two methods reached."""
+    if not any("time" in line for line in lines):
+        return {}
+    reached = [set(line.get("time_to", {})) for line in lines]
+    some = {
+        level for level in set[str]().union(*reached) if sum(level in each for each in reached) >= min(2, len(lines))
+    }
+    found = {"time": [cell_text(line.get("time"), percent=False) for line in lines]}
+    if some:
+        level = max(some, key=int)
+        times = [line.get("time_to", {}).get(level) for line in lines]
+        found[f"time to {level} %"] = [cell_text(time, percent=False) for time in times]
+    return found
+
+
+def _cell(found: Spread) -> MeanOverSeeds:
+    return {"mean": found.mean, "std": found.std, "n": found.count}
 
 
 def _name(run: RunResult) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from fednorm.data.given import Examples
 from fednorm.engines.machine import refuse_ranks
 from fednorm.errors import CheckpointError, visible
 from fednorm.running.api import resume_folder
+from fednorm.running.cells import config_of
 from fednorm.running.comparison import cells_of, play_comparison
 from fednorm.running.config import updated
 from fednorm.running.folder import RunFolder
@@ -129,7 +130,8 @@ def load_result(
         stored = read_stored(run)
         check_given(run, stored, objects, methods)
         config, _ = read_config(run, allow_code=allow_code, use=use)
-        return replace(objects, method=methods.get(id.method)).trusting(config).plan(updated(config, id._asdict()))
+        own = config_of(config, id, methods) if is_comparison else config
+        return replace(objects, method=methods.get(id.method)).trusting(config).plan(own)
 
     def trained(each: RunResult) -> Trained:
         id = RunId(each["method"], each["seed"])

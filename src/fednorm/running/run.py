@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from typing import cast
 
 from fednorm.core.phases import Purpose
@@ -19,10 +20,10 @@ from fednorm.running.config import to_dict
 from fednorm.running.evaluate import Scores, evaluate, metric_facts
 from fednorm.running.failing import WorldServer
 from fednorm.running.given import refuse_other_config
-from fednorm.running.how_it_ran import how_it_ran
 from fednorm.running.in_step import play_in_step
 from fednorm.running.keeping import Keeper
 from fednorm.running.plan import Plan
+from fednorm.running.played import PlayedRun, losses_of
 from fednorm.running.records import ROW_VERSION, Ran
 from fednorm.running.records import RoundRow as Row
 from fednorm.running.store import Store, to_device
@@ -42,8 +43,10 @@ def engine_of_its_own(plan: Plan, remembered: str | None, stays: bool) -> tuple[
     return make_engine([plan], plan.config.engine, cohort=plan.cohort_size, remembered=remembered, stays=stays)
 
 
-class Run:
+class Run(PlayedRun):
     """A run in progress. All that changes is here and goes into the store with every commit."""
+
+    unit = "round"
 
     def __init__(
         self, plan: Plan, store: Store, ranks: Alone | None = None, make: MakeEngine = engine_of_its_own
@@ -76,8 +79,6 @@ class Run:
         if facts:
             self.server.load(facts)
         self.keeper = Keeper(plan, store, facts)
-        self.stopped = False
-        """whether somebody wanted the run to end before its last round"""
         self.unsettled: list[tuple[Row, Sequence[Report], list[Awaited]]] = []
         """rounds that were played, whose reports, and those of all their exchanges, were not looked at yet"""
         self._uncommitted: list[Row] = []
@@ -91,39 +92,23 @@ class Run:
         return self.server.round
 
     @property
-    def over(self) -> bool:
-        """Whether no round is to be played any more."""
-        return self.server.finished or self.stopped
+    def finished(self) -> bool:
+        """Whether the last round is."""
+        return self.server.finished
 
-    def rounds(self) -> Iterator[Row]:
+    def rounds(self) -> Generator[Row]:
         """Play the remaining rounds; each row is yielded after the round is finished and, as configured, committed."""
-        for _, news in play_in_step([self]):
-            if isinstance(news, FednormError):
-                raise news
-            yield news
+        with closing(play_in_step([self])) as course:  # an interrupt inside a forgotten generator would be lost
+            for _, news in course:
+                if isinstance(news, FednormError):
+                    raise news
+                yield news
 
     def stop(self) -> None:
         """Commit what was played since the last checkpoint, so that an orderly stop loses nothing."""
         self.settle(len(self.unsettled))
         if self._uncommitted:
             self._commit()
-
-    def stop_early(self) -> None:
-        """End here, with all that was done committed."""
-        self.stopped = True
-        self.stop()
-
-    def notes(self) -> list[str]:
-        """What a user should know about how the run went."""
-        early = f"stopped after round {self.round} of {self.plan.config.rounds}; resume it to go on"
-        return [*self.store.facts().get("notes", []), *([] if self.server.finished else [early])]
-
-    def close(self) -> None:
-        """Give back what the run holds beside memory: processes that train, and those that read."""
-        self.engine.close()
-        for rows in (self.plan.federation.live, self.plan.federation.live_test):
-            if rows is not None:
-                rows.close()
 
     def play(self) -> Asking:
         """The next round: asks for its exchanges and is sent what came of them; then its row waits to be settled."""
@@ -162,9 +147,7 @@ class Run:
         rounds, self.unsettled = self.unsettled[:count], self.unsettled[count:]
         now = time.perf_counter()
         for row, reports, awaited in rounds:
-            row["train_loss"] = sum(report.losses["all"] for report in reports) / len(reports)
-            examples = sum(report.num_examples for report in reports)
-            row["train_loss_weighted"] = sum(r.num_examples * r.losses["all"] for r in reports) / examples
+            row |= cast(Row, losses_of(reports))
             row["seconds"] = round((now - self._settled_at) / len(rounds), 6)
             for each in awaited:
                 for client, why in each.flaws(self.server.norm_factor).items():
@@ -205,10 +188,6 @@ class Run:
     def _bring_home(self) -> None:
         """Put into the store what clients keep on the device."""
         self.engine.bring_home(self.store, self.server.held)
-
-    def ran(self) -> Ran:
-        """What plays this run, and what played it before."""
-        return how_it_ran(self.plan, self.engine_name, self.engine, self._ran_before)
 
     def _commit(self) -> None:
         self._bring_home()

@@ -26,6 +26,7 @@ from fednorm.engines.stack.slot import can_stay, local_bytes
 from fednorm.halves.prepared import Prepared
 from fednorm.methods import parse
 from fednorm.running.config import EvalConfig, RunConfig
+from fednorm.running.on_clock import names_strategy
 from fednorm.running.plan import Plan
 from fednorm.running.run import MakeEngine, engine_of_its_own
 
@@ -48,6 +49,8 @@ def same_program(a: Plan, b: Plan) -> bool:
 def shares_stack(a: RunConfig, b: RunConfig) -> bool:
     """Whether two runs will likely share a stack, as far as configs tell: only then are their plans made together."""
     device = find_device(a.engine.device).type
+    if any(names_strategy(each.method) or each.clock.strategy for each in (a, b)):
+        return False  # every clock has its own order of updates
     stays = a.engine.name in ("auto", "stacked") and device in slot.DEVICES and same_bits(a, device)
     return stays and a.engine.quorum is None and same_settings(a, b) and same_phases(parse(a.method), parse(b.method))
 

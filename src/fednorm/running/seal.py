@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +77,11 @@ class Seal:
         """The same with some rows of a small table written anew."""
         new = {name: digest.hex() for name, digest in digests.items()}
         return replace(self, named={**self.named, table: {**self.named[table], **new}})
+
+    def without(self, table: str, names: Collection[str]) -> Seal:
+        """The same without some rows of a small table."""
+        left = {name: digest for name, digest in self.named[table].items() if name not in names}
+        return replace(self, named={**self.named, table: left})
 
     def with_rows(self, table: str, gone: Iterable[bytes], new: Iterable[bytes]) -> Seal:
         """The same with some rows of a large table gone and others there."""

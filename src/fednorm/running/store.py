@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -190,10 +190,12 @@ class Store:
         facts: dict[str, Any],
         rows: Sequence[Mapping[str, Any]],
         best: bool = False,
+        gone: Collection[str] = (),
     ) -> None:
         """Make a round lasting: server trees, facts, changed clients and the rounds' rows, or none of them.
 
-        The clients of the `best` round so far are put aside, for `of_best`.
+        Trees that are not given stay as they are, but for those that are `gone`. The clients of the `best` round so far
+        are put aside, for `of_best`.
         """
         layouts = {client: layout_of(state.tree) for client, state in self._changed.items()}
         records = [(c, layouts[c], to_record(s.steps, s.tree, layouts[c])) for c, s in sorted(self._changed.items())]
@@ -206,7 +208,7 @@ class Store:
             with transaction(self._db):
                 added = {numbers[layout]: layout for layout in new}
                 clients = [(client, numbers[layout], record) for client, layout, record in records]
-                self._write(trees, {**facts, "round": round}, rows, added, clients, best)
+                self._write(trees, {**facts, "round": round}, rows, added, clients, best, gone)
         self._numbers = numbers
         self._layouts = {number: layout for layout, number in numbers.items()}
         changed, self._changed = self._changed, {}
@@ -221,9 +223,11 @@ class Store:
         layouts: Mapping[int, RecordLayout],
         clients: Sequence[tuple[int, int, bytes]],
         best: bool,
+        gone: Collection[str],
     ) -> None:
         """Write everything that is new, and the seal that goes with it."""
-        seal = read_seal(self._db)
+        seal = read_seal(self._db).without("server", gone)
+        self._db.executemany("DELETE FROM server WHERE name=?", ((name,) for name in gone))
         blobs = {name: encode(tree) for name, tree in trees.items()}
         digests = {name: row_digest(blob, name) for name, blob in blobs.items()}
         self._db.executemany("REPLACE INTO server VALUES (?,?,?)", ((n, blobs[n], digests[n]) for n in blobs))
@@ -285,6 +289,11 @@ class Store:
             raise CheckpointError(f"{self._name} holds no '{name}'; it is not the state of a run")
         check_row(row[0], row[1], name, bytes)
         return safetensors.torch.load(row[0])
+
+    def tree_names(self) -> list[str]:
+        """The names of all server trees of the last commit."""
+        with reading(self._name):
+            return [row[0] for row in self._db.execute("SELECT name FROM server ORDER BY name")]
 
     def rows(self) -> Iterator[RoundRow]:
         """The rows of all committed rounds, in order."""

@@ -22,6 +22,7 @@ from fednorm.core.state import Tree, model_state
 from fednorm.core.step import Batch, Carry, by_autograd, forward, training_mode
 from fednorm.core.user_code import UserCode, is_users, user_error
 from fednorm.errors import ConfigError, FednormError
+from fednorm.running.known import known_context
 from fednorm.running.plan import Plan, build_model
 from fednorm.scoring.tasks import Classification, Segmentation
 
@@ -30,13 +31,15 @@ ROWS = 2
 
 
 def try_out(plan: Plan, model: nn.Module | None = None) -> None:
-    """Refuse a model or a task that fails on the data, or that does not fit it; `model` is one given in Python."""
+    """Refuse a model, a task or a strategy that fails on the data, or does not fit; `model` is one given in Python."""
     rows, key = plan.batches.rows_and_key(plan.federation.training_clients[0], 0)
     batch = Batch(*plan.batches.take(rows[:ROWS], key), key)
     with _generators_put_back(plan.device), UserCode(plan.prepared.name):
         try:
             _train(plan, batch)
             _score(plan)
+            if plan.clock is not None and plan.clock.strategy.revise is not None:
+                plan.clock.strategy.revise.begin(known_context(plan))
         except FednormError:
             raise
         except Exception as error:

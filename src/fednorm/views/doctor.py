@@ -21,6 +21,7 @@ EXTRAS = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny",),
     "zoo": ("torchvision", "timm"),
+    "nvflare": ("nvflare",),
 }
 
 

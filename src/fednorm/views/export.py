@@ -71,7 +71,7 @@ def export(
         "model": config.model,
         "num_classes": str(plan.federation.num_classes),
         "in_channels": str(plan.federation.in_channels),
-        "method": plan.method.name,
+        "method": plan.name,
         "client": "global" if client is None else str(client),
         **_about_data(plan.federation, client),
         **_about_local(plan, client),

@@ -28,7 +28,7 @@ def preview(plan: Plan) -> dict[str, Any]:
         "config": to_dict(plan.config),
         "notes": list(plan.prepared.notes),
         "bytes_per_client": exchanges(plan.prepared, plan.optimizer),
-        "clients_per_round": plan.cohort_size if plan.method.data == "each" else 1,
+        "clients_per_round": plan.updates if plan.method.data == "each" else 1,
         "clients": held(federation),
         "data_notes": list(federation.notes),
         "estimate": estimate(plan),
@@ -42,7 +42,7 @@ def estimate(plan: Plan) -> dict[str, float]:
     config, federation = plan.config, plan.federation
     union = plan.method.data == "union"
     everyone = (UNION,) if union else federation.training_clients
-    share = 1.0 if union else plan.cohort_size / len(everyone)
+    share = 1.0 if union else plan.updates / len(everyone)
     steps = share * steps_per_round(plan, everyone)
     scored = federation.num_tests + sum(map(len, federation.own_test))
     evaluations = math.ceil(config.rounds / config.eval_every)

@@ -49,6 +49,7 @@ class StackedEngine:
     """
 
     processes = 1
+    independent = False
 
     def __init__(self, runs: Sequence[Sites], *, precision: str = "fp32", stays: bool = True) -> None:
         # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.

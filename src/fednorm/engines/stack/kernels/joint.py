@@ -57,7 +57,7 @@ class _Fold(_OverStack):
 
 def on_stack(optimizer: Optimizer) -> Optimizer:
     """The optimizer with its update of a vector as one operator over the stack, where there is one."""
-    return replace(optimizer, update=_sgd_of_vector) if optimizer.update is sgd_update else optimizer
+    return replace(optimizer, update=_sgd_of_vector) if optimizer.update == sgd_update else optimizer
 
 
 def _sgd_of_vector(value: Tensor, grad: Tensor, buffers: Tree, numbers: Numbers) -> tuple[Tensor, Tree]:

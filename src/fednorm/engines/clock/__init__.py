@@ -1,0 +1,1 @@
+"""Runs in virtual time: who trains when, and in which order updates come."""

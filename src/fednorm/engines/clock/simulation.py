@@ -1,0 +1,226 @@
+"""Clients that come one by one, in virtual time: who is sent the model when, and whose update arrives next.
+
+What a client brings depends only on what it was sent. So nobody trains before the first update is due that was not
+trained yet, and then all do that are under way, in stacks where the engine has any. Nothing is drawn that is not a
+function of the seed, the job and the client, so the clock, the jobs under way and the server's state are all there is
+to save. Updates that were trained and have not arrived are trained again after a restart, unless their bits depend on
+who is trained along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fednorm.core.phases import PhaseId
+from fednorm.core.state import Tree
+from fednorm.engines.base import ClientStates, Engine
+from fednorm.engines.clock.schedule import Schedule
+from fednorm.engines.clock.trained import Trained, restored, stored
+from fednorm.engines.receiving import flaws_of_outcomes, received
+from fednorm.engines.tolerance import one_by_one
+from fednorm.errors import ConfigError
+from fednorm.halves.arrivals import ArrivalServer
+from fednorm.halves.exchange import drawn_client, drawn_cohort
+from fednorm.halves.landing import Arrival, Flight, Landing
+from fednorm.halves.recent import moved_by
+from fednorm.halves.site import Sites, state_after
+from fednorm.halves.stacks import Stacks
+from fednorm.halves.training import Job
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A job of the simulation: what the server knows of it, and when it is where."""
+
+    flight: Flight
+    arrives: float
+    free: float
+    """when its client has trained, and may be sent the model again if it keeps nothing"""
+    used: int
+    """batches of its life that the client has used before it"""
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Updates of one instant arrive by client."""
+        return self.arrives, self.flight.client, self.flight.number
+
+
+class Simulation:
+    """A server whose clients live in virtual time."""
+
+    def __init__(
+        self,
+        server: ArrivalServer,
+        sites: Sites,
+        engine: Engine,
+        states: ClientStates,
+        schedule: Schedule,
+        *,
+        concurrency: int,
+        tolerant: bool = False,
+    ) -> None:
+        self.server, self.sites, self.engine, self.states = server, sites, engine, states
+        self.schedule, self.concurrency = schedule, concurrency
+        if not 1 <= concurrency <= len(server.clients):
+            raise ConfigError(
+                f"concurrency={concurrency} is out of range; {len(server.clients)} clients train, give 1 to that many"
+            )
+        self.time = 0.0
+        """of the last arrival"""
+        self._train = one_by_one(engine.train, sites.prepared.name) if tolerant else engine.train
+        self._alone = "client_state" in sites.method.needs
+        self._under_way: dict[int, UnderWay] = {}
+        self._trained: dict[int, Trained] = {}
+
+    def advance(self) -> Iterator[Arrival]:
+        """Send the model to idle clients, then take what arrives at the next instant, update by update.
+
+        All that arrives at an instant is taken before anybody is sent anything.
+        """
+        if self.server.finished:
+            return
+        if not any(each.arrives <= self.time for each in self._under_way.values()):
+            self._dispatch()
+        first = min(each.arrives for each in self._under_way.values())
+        due = sorted((each for each in self._under_way.values() if each.arrives == first), key=lambda each: each.order)
+        if any(each.flight.number not in self._trained for each in due):
+            self._train_ahead(due)
+        self.time = first
+        landings = self.server.land([self._trained[each.flight.number].landing for each in due])
+        for each, arrival in zip(due, landings, strict=False):
+            del self._under_way[each.flight.number]
+            trained = self._trained.pop(each.flight.number)
+            if not arrival.refused:
+                self._keep(each, trained)
+            yield arrival
+            if self.server.finished:  # nobody waits for the others
+                return
+
+    # -- dispatch --
+
+    def _dispatch(self) -> None:
+        """Fill the places that are free: under a barrier all at once, once all are."""
+        server = self.server
+        if server.strategy.barrier:
+            if not self._under_way:
+                number = server.version + 1
+                for client in drawn_cohort(server.agreed.work.seed, number, server.clients, self.concurrency):
+                    self._send(client)
+            return
+        while len(self._under_way) < self.concurrency:
+            self._send(self._chosen())
+
+    def _chosen(self) -> int:
+        """One of the clients that have nothing to do, each as likely."""
+        server = self.server
+        busy = {each.flight.client for each in self._under_way.values() if self._alone or each.free > self.time}
+        return drawn_client(server.agreed.work.seed, server.number, server.clients, busy)
+
+    def _send(self, client: int) -> None:
+        server = self.server
+        used = self.states.get_many([client])[client].steps
+        for each in self._under_way.values():
+            if each.flight.client == client:  # its update is on its way: the batches it used are gone
+                used += self._steps(each.flight)
+        flight = server.begin(client, overlapping=not self._alone)
+        times = self.schedule.times(server.agreed.work.seed, client, flight.number)
+        free = self.time + times.download + times.compute
+        self._under_way[flight.number] = UnderWay(flight, free + times.upload, free, used)
+
+    def _steps(self, flight: Flight) -> int:
+        phase = self.sites.phase(flight.phase)
+        return self.sites.num_steps(flight.client, phase) if phase.phase.consumes_batches else 0
+
+    # -- train --
+
+    def _train_ahead(self, due: Sequence[UnderWay]) -> None:
+        """Train all that are under way and were not yet, but those that cannot come before the run is over."""
+        coming = sorted(self._under_way.values(), key=lambda each: each.order)[: max(len(due), self._needed())]
+        groups: dict[tuple[PhaseId, tuple[tuple[str, float], ...]], list[list[UnderWay]]] = {}
+        for each in sorted(coming, key=lambda each: each.flight.number):
+            if each.flight.number in self._trained:
+                continue
+            alike = (each.flight.phase, tuple(sorted(self.server.numbers(each.flight).items())))
+            rows = groups.setdefault(alike, [])
+            client = each.flight.client
+            # An engine tells outcomes apart by their clients, and one may have two jobs.
+            free = (row for row in rows if all(other.flight.client != client for other in row))
+            row = next(free, None)
+            if row is None:
+                rows.append([each])
+            else:
+                row.append(each)
+        for (id, numbers), rows in groups.items():
+            for row in rows:
+                self._train_some(id, dict(numbers), row)
+
+    def _needed(self) -> int:
+        """How many more updates make the last version; under a barrier all that are under way."""
+        server = self.server
+        if server.strategy.barrier:
+            return len(self._under_way)
+        return (server.agreed.work.rounds - server.version) * server.strategy.buffer - len(server.buffer)
+
+    def _train_some(self, id: PhaseId, numbers: Mapping[str, float], some: Sequence[UnderWay]) -> None:
+        """Train jobs of different clients, and find out what is wrong with what they bring."""
+        server, phase = self.server, self.sites.phase(id)
+        of_client = {each.flight.client: each for each in some}
+        jobs = {client: self._job(each) for client, each in of_client.items()}
+        came, missing = received(self._train(phase, numbers, list(jobs.values()), False), list(jobs.values()))
+        clients = [outcome.update.client for outcome in came]
+        bases = [server.base(of_client[client].flight.version) for client in clients]
+        stacks = Stacks([outcome.update.shared for outcome in came])
+        why = flaws_of_outcomes(self.sites, phase, bases, came, [jobs[client] for client in clients], stacks)
+        sound = [index for index, client in enumerate(clients) if client not in why]
+        entries = {key: phase.schema[key][0] for key in phase.shared}
+        trees = [came[index].update.shared for index in sound]
+        moved = moved_by(trees, [bases[index] for index in sound], entries) if server.norm_factor else []
+        far = dict(zip((clients[index] for index in sound), moved, strict=False))
+        for outcome in came:
+            client = outcome.update.client
+            flight = of_client[client].flight
+            landing = Landing(flight.number, outcome.update, why.get(client, ""), far.get(client), looked=True)
+            self._trained[flight.number] = Trained(landing, outcome.kept, jobs[client].num_steps)
+        for client, reason in missing.items():
+            number = of_client[client].flight.number
+            self._trained[number] = Trained(Landing(number, None, reason, looked=True), {}, 0)
+
+    def _job(self, each: UnderWay) -> Job:
+        flight, sites = each.flight, self.sites
+        phase = sites.phase(flight.phase)
+        own = self.states.get_many([flight.client])[flight.client].tree
+        start = phase.start(self.server.base(flight.version), own, sites.device)
+        return sites.job(phase, flight.client, start, each.used)
+
+    def _keep(self, each: UnderWay, trained: Trained) -> None:
+        """Let what a client did count."""
+        client, phase = each.flight.client, self.sites.phase(each.flight.phase)
+        before = self.states.get_many([client])[client]
+        after = state_after(phase, before, trained.steps, trained.kept)
+        if after is not None:
+            self.states.put(client, after)
+
+    # -- restart --
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tree]]:
+        """All that a restart needs beside what clients keep: JSON values, and trees of tensors."""
+        facts, trees = self.server.state()
+        ways = self._under_way.values()
+        facts["time"] = self.time
+        facts["under_way"] = [[each.flight.number, each.arrives, each.free, each.used] for each in ways]
+        if not self.engine.independent:
+            facts["trained"], more = stored(self._trained)
+            trees |= more
+        return facts, trees
+
+    def load(self, facts: Mapping[str, Any], trees: Mapping[str, Tree]) -> None:
+        """Go on from what `state` gave."""
+        self.server.load(facts, trees)
+        self.time = facts["time"]
+        self._under_way = {
+            number: UnderWay(self.server.flights[number], arrives, free, used)
+            for number, arrives, free, used in facts["under_way"]
+        }
+        self._trained = restored(facts.get("trained", []), trees)

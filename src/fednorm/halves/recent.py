@@ -1,0 +1,63 @@
+"""How far updates may go that arrive one by one: they are measured by those that came before (`norm_bound`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from fednorm.core.reductions import wide
+from fednorm.core.state import Entry, Tree
+from fednorm.halves.norm_bound import Length, Moved, groups, length_of, too_far
+from fednorm.halves.stacks import all_norms
+
+REMEMBERED = 64
+"""Updates by which the next are measured."""
+
+
+class Recent:
+    """The lengths of the last updates that were taken."""
+
+    def __init__(self) -> None:
+        self._lengths: deque[Length] = deque(maxlen=REMEMBERED)
+
+    def refused(
+        self, moved: Mapping[int, Moved], server: Tree, entries: Mapping[str, Entry], factor: float | None
+    ) -> dict[int, str]:
+        """Which of some updates went too far, and why; the others are remembered."""
+        if not factor:
+            return {}
+        before = {-1 - index: Moved(length) for index, length in enumerate(self._lengths)}
+        found = too_far({**before, **moved}, length_of(server, entries), factor)
+        self._lengths.extend(each.distance for number, each in moved.items() if number not in found)
+        return {number: why for number, why in found.items() if number in moved}
+
+    def facts(self) -> list[list[float]]:
+        """What is remembered, as JSON values."""
+        return [list(each) for each in self._lengths]
+
+    def load(self, facts: Sequence[Sequence[float]]) -> None:
+        """Remember what `facts` gave."""
+        self._lengths = deque((Length(*each) for each in facts), maxlen=REMEMBERED)
+
+
+def moved_by(trees: Sequence[Tree], bases: Sequence[Tree], entries: Mapping[str, Entry]) -> list[Moved]:
+    """How far each tree is from the one its client was sent; one question to the device for all."""
+    by_group = groups(entries)
+    keys = [key for group in by_group for key in group]
+    if not keys or not trees:
+        return [Moved(Length(0.0, 0.0)) for _ in trees]
+    norms = [
+        wide(all_norms(torch._foreach_sub([tree[key] for key in keys], [base[key] for key in keys])))  # pyright: ignore
+        for tree, base in zip(trees, bases, strict=True)
+    ]
+    told = cast(list[list[float]], torch.stack(norms).tolist())  # pyright: ignore[reportUnknownMemberType]
+    return [_moved(dict(zip(keys, each, strict=True)), by_group) for each in told]
+
+
+def _moved(norms: Mapping[str, float], by_group: tuple[list[str], list[str]]) -> Moved:
+    lengths = [sum(norms[key] ** 2 for key in group) ** 0.5 for group in by_group]
+    most = [max(group, key=lambda key: norms[key], default="") for group in by_group]
+    return Moved(Length(*lengths), cast(Any, tuple(most)))

@@ -1,0 +1,77 @@
+"""What runs in rounds and runs on a clock have in common: an engine, an end before the last row, words on both."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fednorm.core.report import Report
+from fednorm.engines.base import Engine
+from fednorm.running.how_it_ran import how_it_ran
+from fednorm.running.plan import Plan
+from fednorm.running.records import Ran
+from fednorm.running.store import Store
+
+
+class PlayedRun(ABC):
+    """A run in progress, whatever its rows are of."""
+
+    unit: ClassVar[str]
+    """what a row is of"""
+    plan: Plan
+    store: Store
+    engine: Engine
+    engine_name: str
+    stopped: bool = False
+    """whether somebody wanted the run to end before its last row"""
+    _ran_before: Ran | None
+
+    @property
+    @abstractmethod
+    def round(self) -> int:
+        """Rounds, or versions, that are over."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether all of them are."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Commit what was played since the last checkpoint, so that an orderly stop loses nothing."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is to be played any more."""
+        return self.finished or self.stopped
+
+    def stop_early(self) -> None:
+        """End here, with all that was done committed."""
+        self.stopped = True
+        self.stop()
+
+    def notes(self) -> list[str]:
+        """What a user should know about how the run went."""
+        early = f"stopped after {self.unit} {self.round} of {self.plan.config.rounds}; resume it to go on"
+        return [*self.store.facts().get("notes", []), *([] if self.finished else [early])]
+
+    def close(self) -> None:
+        """Give back what the run holds beside memory: processes that train, and those that read."""
+        self.engine.close()
+        for rows in (self.plan.federation.live, self.plan.federation.live_test):
+            if rows is not None:
+                rows.close()
+
+    def ran(self) -> Ran:
+        """What plays this run, and what played it before."""
+        return how_it_ran(self.plan, self.engine_name, self.engine, self._ran_before)
+
+
+def losses_of(reports: Sequence[Report]) -> dict[str, float]:
+    """The training loss of a row: the mean over its clients, and over their examples."""
+    examples = sum(report.num_examples for report in reports)
+    return {
+        "train_loss": sum(report.losses["all"] for report in reports) / len(reports),
+        "train_loss_weighted": sum(r.num_examples * r.losses["all"] for r in reports) / examples,
+    }

@@ -1,0 +1,138 @@
+"""The classifier as the server runs it: any tree of its state, with what its layers see taken down."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fednorm.core.method import Facts
+from fednorm.core.state import Entry, Kind, Tree, is_batch_norm
+from fednorm.core.step import training_mode
+from fednorm.core.strategy import Context
+from fednorm.layers.keyed import key_names
+from fednorm.layers.stand_ins import StandIns
+from fednorm.layers.stat_tracker import StatTracker
+
+Source = Literal["tracker", "bn", "none"]
+"""Which layers' statistics the feature loss matches."""
+Mode = Literal["still", "batch", "train"]
+"""`still`: evaluation. `batch`: so, but batch norms use the batch. `train`: training, whose statistics are dropped."""
+
+
+class Watched(NamedTuple):
+    """A layer with statistics, and the keys of these."""
+
+    layer: str
+    mean: str
+    spread: str
+    is_std: bool
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model as a function of its state."""
+
+    model: nn.Module
+    facts: Facts
+    tied: bool = False
+    hold: frozenset[Kind] = frozenset()
+    """what training leaves as it is"""
+
+    @classmethod
+    def of(cls, context: Context) -> Network:
+        return cls(context.model, context.facts, context.tied)
+
+    def __call__(
+        self, tree: Mapping[str, Tensor], x: Tensor, mode: Mode = "still", key: Tensor | None = None
+    ) -> Tensor:
+        """The logits of some inputs; in training, random layers draw from the key."""
+        state = {name: tree[name] for name in self.facts.entries}
+        if mode != "still":  # layers move their statistics and counters in place
+            state |= {name: state[name].clone() for name in self._moving}
+        drawing = nullcontext()
+        if mode == "train" and key is not None:
+            state |= dict.fromkeys(key_names(self.model), key)
+            drawing = StandIns(key)
+        with self._in(mode), drawing:
+            return cast(Tensor, functional_call(self.model, state, (x,), tie_weights=self.tied))
+
+    @property
+    def _moving(self) -> list[str]:
+        return [name for name, entry in self.facts.entries.items() if not entry.trainable]
+
+    @contextmanager
+    def _in(self, mode: Mode) -> Iterator[None]:
+        if mode == "train":
+            with training_mode(self.model, self.hold):
+                for module in self.model.modules():
+                    if isinstance(module, StatTracker):  # what it would track is thrown away
+                        module.eval()
+                yield
+            return
+        self.model.eval()
+        norms = [module for module in self.model.modules() if mode == "batch" and is_batch_norm(module)]
+        for module in norms:
+            module.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    def watched(self, source: Source) -> tuple[Watched, ...]:
+        """The layers whose statistics come from there."""
+        layers: dict[str, dict[str, Entry]] = defaultdict(dict)
+        for entry in self.facts.entries.values():
+            if entry.kind is Kind.STATISTIC and source != "none" and entry.batch_norm == (source == "bn"):
+                layers[entry.layer][entry.part] = entry
+        return tuple(
+            Watched(layer, parts["running_mean"].key, parts[spread].key, spread == "running_std")
+            for layer, parts in layers.items()
+            for spread in ("running_var", "running_std")
+            if {"running_mean", spread} <= parts.keys()
+        )
+
+    def mode_of(self, known: Mapping[str, Tensor]) -> Mode:
+        """How a model is run of which the server knows these entries: batch norms without statistics use the batch."""
+        needed = [entry for entry in self.facts.entries.values() if entry.kind is Kind.STATISTIC and entry.batch_norm]
+        return "still" if all(entry.key in known for entry in needed) else "batch"
+
+
+def gap(network: Network, watched: tuple[Watched, ...], tree: Tree, seen: Mapping[str, Tensor]) -> Tensor:
+    """How far the statistics of what layers see are from those a client has: sum of |mean - mean'| + |var - var'|."""
+    total = torch.zeros((), device=next(iter(tree.values())).device)
+    for layer, mean_key, spread_key, is_std in watched:
+        var, mean = _var_mean(network.model.get_submodule(layer), seen[layer])
+        spread = tree[spread_key].square() if is_std else tree[spread_key]
+        total = total + torch.linalg.vector_norm(tree[mean_key] - mean) + torch.linalg.vector_norm(spread - var)
+    return total
+
+
+def _var_mean(module: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Biased variance and mean of each channel that a layer sees, in one pass over its input."""
+    channels = (module.axis if isinstance(module, StatTracker) else 1) % inputs.dim()
+    return torch.var_mean(inputs, [axis for axis in range(inputs.dim()) if axis != channels], correction=0)
+
+
+@contextmanager
+def seen_by(network: Network, watched: tuple[Watched, ...]) -> Iterator[dict[str, Tensor]]:
+    """What enters these layers while the network runs, by name."""
+    seen: dict[str, Tensor] = {}
+    hooks = []
+    for layer in (each.layer for each in watched):
+
+        def note(module: nn.Module, args: tuple[Any, ...], layer: str = layer) -> None:
+            seen[layer] = args[0]
+
+        hooks.append(network.model.get_submodule(layer).register_forward_pre_hook(note))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
