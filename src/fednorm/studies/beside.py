@@ -66,8 +66,11 @@ def sentences(study: Study, results: Sequence[Measured], quick: bool) -> Iterato
     if any(each.peak for each in results):
         yield PEAK
     ran = sorted({f"{record.device}, {record.precision}" for each in results for record in each.records})
+    times = {setting_text(each.cell.setting): each.cell.time for each in results if each.cell.time is not None}
+    if ran and times:
+        yield "ours: at virtual time " + ", ".join(f"{time:g} ({setting})" for setting, time in times.items())
     if ran:
-        yield f"ours: after the last round, on {'; '.join(ran)}"
+        yield f"ours: {'' if times else 'after the last round, '}on {'; '.join(ran)}"
     for each in results:
         for other in each.others:
             yield precision_text(each, other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fednorm.data.registry import DATASETS
 from fednorm.running.config import RunConfig
+from fednorm.running.on_clock import resolved
 from fednorm.studies.library import Library
 
 # Milliseconds of a step on an H200 in bf16 with 20 images a client: with no client, and more for each.
@@ -17,6 +18,8 @@ _STEP = {
 _OTHER = (1.0, 0.3)
 _ROUND, _SCORING, _START = 0.7, 0.15, 25.0
 """Milliseconds of the host for a run's round; seconds to score 10,000 images; seconds until the first round."""
+_REVISION = 0.3
+"""Seconds that a server computes for a version itself, where its strategy does so; a guess."""
 _ROWS = 50_000
 """Examples of a set that does not say how many it has."""
 _CPU = 60.0
@@ -24,8 +27,19 @@ _CPU = 60.0
 
 
 def seconds_of(config: RunConfig, seeds: int, on_gpu: bool) -> float:
-    """Seconds of a run with some seeds in one stack, by what models of its family took; rough, and meant to be."""
+    """Seconds of a run with some seeds in one stack, by what models of its family took; rough, and meant to be.
+
+    On a clock seeds are played one after the other, and updates in stacks of those that are under way.
+    """
     base, each = _STEP.get(config.model.split("(")[0], _OTHER)
+    strategy, _ = resolved(config)
+    if strategy is not None:
+        together = config.clock.concurrency or config.data.clients
+        updates = config.rounds * (together if strategy.barrier else strategy.buffer)
+        step = base / together + each * config.train.batch_size / 20
+        version = _ROUND / 1000 + (_REVISION if strategy.revise else 0.0)
+        seconds = updates * (config.train.local_steps or 1) * step / 1000 + config.rounds * version
+        return _START + seeds * (seconds + config.rounds / config.eval_every * _SCORING) * (1.0 if on_gpu else _CPU)
     cohort = config.cohort_size(config.data.clients)
     # An epoch of a client is not known without its data: as if all had the same share of the set.
     known = DATASETS.get(config.data.name)

@@ -58,6 +58,22 @@ def _curves(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
     axis.set_xlabel("round")
 
 
+def time_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
+    """The score over virtual time, a panel a setting and a line a method; seeds as in curves, at their mean times."""
+    groups = _grouped(_where(study, _whole(results)), _setting)
+    return [Panel(title, lambda axis, some=some: _over_time(axis, study, some)) for title, some in groups.items()]
+
+
+def _over_time(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
+    for each in results:
+        times = zip(*(record.run["curves"].get("time", []) for record in each.records), strict=True)
+        x = [sum(seeds) / len(seeds) for seeds in times]
+        _band(axis, x, [curve_of(record, each.cell) for record in each.records], _style(study, each.cell.method))
+        if each.cell.time is not None:
+            axis.axvline(each.cell.time, color="0.6", linestyle=":", linewidth=0.9)
+    axis.set_xlabel("virtual time")
+
+
 def _curves_by_steps(axis: Axes, results: Sequence[Measured], by_axis: str, values: Sequence[str]) -> None:
     """Against the steps a client has taken, so that runs with different rounds share an axis."""
     for each in results:
@@ -214,6 +230,7 @@ def _channels(axis: Axes, study: Study, record: Record, values: Sequence[Sequenc
 
 KINDS: Mapping[str, Kind] = {
     "curves": curve_panels,
+    "time": time_panels,
     "bars": bar_panels,
     "heatmap": heat_panels,
     "by_axis": axis_panels,

@@ -24,6 +24,8 @@ class Score:
     """key of a setting whose value picks one domain of a run, or `average` for the mean of all"""
     names: Mapping[str, str] = field(default_factory=dict)
     """what the data call a domain, where the paper has another word"""
+    at_time: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """on a clock: by axis and its value, the virtual time at which scores are read; else after the last version"""
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     """what stands for a domain in a quick run, whose data have other ones"""
 
@@ -37,7 +39,8 @@ class StudyRecipe:
     methods: Mapping[str, Any]
     """by the paper's key: an expression, or a table of `method` and the fields it `set`s"""
     axes: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """by key and value of a setting: fields of the config"""
+    """by key and value of a setting: fields of the config; `method` has expressions, and `set` fields, of single
+    methods"""
     score: Score
     about: str = ""
     place: int | None = None
@@ -52,6 +55,12 @@ class StudyRecipe:
     """fields set on top of all for a small version on embedded data"""
     quick_axes: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     """of some axes, the values that a quick run has, with the fields they set; `quick.axes` in the file"""
+    quick_methods: Mapping[str, str] = field(default_factory=dict)
+    """expressions of some methods in a quick run; `quick.methods` in the file"""
+    quick_set: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """fields of some methods in a quick run; `quick.set` in the file"""
+    quick_at_time: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """virtual times at which scores of a quick run are read; `quick.at_time` in the file"""
 
 
 @cache
@@ -66,8 +75,9 @@ def read_study_recipe(id: str) -> StudyRecipe:
     tables["score"] = Score(**tables.get("score", {}))
     tables["seeds"] = tuple(tables.get("seeds", (0, 1, 2)))
     tables["skip"] = tuple(tables.get("skip", ()))
-    tables["quick"] = {key: value for key, value in tables.get("quick", {}).items() if key != "axes"}
-    tables["quick_axes"] = whole.get("quick", {}).get("axes", {})
+    quick = dict(whole.get("quick", {}))
+    tables |= {f"quick_{key}": quick.pop(key, {}) for key in ("axes", "methods", "set", "at_time")}
+    tables["quick"] = quick
     return StudyRecipe(**{"run": {}, "methods": {}, "axes": {}, **tables})
 
 

@@ -9,8 +9,8 @@ from functools import cache, cached_property
 from typing import Any
 
 from fednorm.errors import ConfigError, unknown
-from fednorm.methods import parse
 from fednorm.running.config import RunConfig, from_dict, updated
+from fednorm.running.on_clock import full_name
 from fednorm.studies.published import Experiment, PublishedCell, experiments, find_experiment
 from fednorm.studies.recipes import Score, StudyRecipe, read_study_recipe
 
@@ -39,6 +39,14 @@ class StudyCell:
             return None
         value = str(self.setting[self.score.select])
         return self.score.names.get(value, value)
+
+    @property
+    def time(self) -> float | None:
+        """The virtual time at which its score is read; None after the last round."""
+        for axis, times in self.score.at_time.items():
+            if _text(self.setting.get(axis)) in times:
+                return times[_text(self.setting[axis])]
+        return None
 
 
 @dataclass(frozen=True)
@@ -107,17 +115,19 @@ class Study:
                 raise ConfigError(f"the recipe of {self.id} has no {axis}='{value}'; add it below [axes.{axis}]")
             fields |= recipe.axes[axis][value]
             expression = fields.pop("method", {}).get(method, expression)
+            fields |= fields.pop("set", {}).get(method, {})
         reading = recipe.variants[variant] if variant else {}
         expression = reading.get("methods", {}).get(method, expression)
         fields |= reading.get("set", {})
         if quick:
-            fields |= recipe.quick
+            expression = recipe.quick_methods.get(method, expression)
+            fields |= {**recipe.quick, **recipe.quick_set.get(method, {})}
             for axis, values in recipe.quick_axes.items():
                 fields |= values.get(texts.get(axis, ""), {})
         # An expression may name an axis: fedwon(use_agc={agc}).
         config = updated(self._common, {**fields, "method": _full_name(expression.format_map(texts))})
         names = {**recipe.score.names, **recipe.score.stand_ins} if quick else recipe.score.names
-        score = replace(recipe.score, names=names)
+        score = replace(recipe.score, names=names, at_time=recipe.quick_at_time if quick else recipe.score.at_time)
         return StudyCell(self.id, method, setting, variant, config, score, published, self._describing)
 
     @cached_property
@@ -147,7 +157,7 @@ def all_studies() -> list[Study]:
 @cache
 def _full_name(expression: str) -> str:
     """A method by the name it has in results, in which every spelling of it is the same."""
-    return parse(expression).name
+    return full_name(expression)
 
 
 def _text(value: Any) -> str:
