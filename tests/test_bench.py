@@ -17,14 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command import fednorm, start
-from fednorm.bench import gpu, long_runs, machine, peers, timing
+from fednorm.bench import arrivals, floors, gpu, long_runs, machine, models, peers, timing
+from fednorm.bench.cases import TABLE, Case, labels_of, read_cases
 from fednorm.bench.cpu_rounds import bare_round, federation, our_round, overhead_seconds, plain_round
 from fednorm.bench.long_runs import LongRun
 from fednorm.bench.options import Options, find_sections
 from fednorm.bench.peers import find_peers
 from fednorm.bench.pools import cifar10, random_images
 from fednorm.bench.report import Measured, Progress, Report, Section, measured
-from fednorm.bench.timing import Effort, Race, Timing, repeated, rounds_of, steady_seconds
+from fednorm.bench.timing import Effort, Race, Rounds, Timing, repeated, steady_seconds
 from fednorm.errors import ConfigError, FednormError
 from fednorm.running import environment
 
@@ -97,7 +98,11 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "bench dance": "benchmark 'dance' is not known; known: all, cpu, gpu, pfl, rounds.",
+    "bench zoom": "benchmark 'zoom' is not known; known: all, async, cpu, gpu, models, pfl, rounds.",
+    "bench models --device cpu --models resnet20:": "--models resnet20: cannot be read; give names such as resnet20+gn",
+    "bench models --device cpu --models ,": "--models ',' names no model; give names such as resnet20,vit_tiny",
+    "bench models --device cpu --models mlp_bn:1": "--models mlp_bn:1 is out of range; give 2 clients or more",
+    "bench --device cpu --models resnet81": "model 'resnet81' is not known; did you mean 'resnet18'?",
     "bench cpu --repeats 0": "--repeats 0 is out of range; give 1 or more",
     "bench cpu --seconds 0": "--seconds 0.0 is out of range; give 0.01 or more",
     "bench cpu --steps 1,x": "--steps 1,x cannot be read; give whole numbers, such as 1,10",
@@ -122,7 +127,7 @@ def test_bad_input_gets_one_line_and_exit_code_2(line: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_sections_follow_the_machine() -> None:
     assert find_sections([], "auto") == (("cpu",), CPU)
-    assert find_sections(["all"], "auto") == (("rounds", "pfl", "cpu"), CPU)
+    assert find_sections(["all"], "auto") == (("rounds", "pfl", "cpu", "async"), CPU)
     assert find_sections(["cpu", "pfl"], "auto")[0] == ("pfl", "cpu")
     with pytest.raises(ConfigError, match=r"^benchmark 'gpu' needs a CUDA device and this machine has none; give --de"):
         find_sections(["gpu"], "auto")
@@ -139,7 +144,69 @@ def test_the_cpu_section_measures_all_engines_and_the_overhead() -> None:
     assert found["ratio.ours/plain"].keys() == found["overhead_ms"].keys() == {"E=1"}
 
 
+def test_models_are_timed_beside_what_they_cannot_beat() -> None:
+    given = ("--device", "cpu", "--models", "mlp_bn(width=8)+gn:2,mlp_bn(width=8)", "--clients", "3")
+    done = fednorm("bench", *given, "--local-steps", "1", *QUICK, "--json")
+    assert [line for line in done.err.splitlines() if line.startswith("models: ")] == [
+        "models: mlp_bn(width=8)+gn, batch 20, 2 clients",
+        "models: mlp_bn(width=8), batch 20, 3 clients",
+    ]
+    found = done.json
+    lines = {
+        (line["workload"].split(",")[0], line["variant"]): line for line in found["sections"]["models"]["measurements"]
+    }
+    assert [variant for _, variant in lines] == [
+        *("stacked fp32", "central eager", "stacked fp32, mlp_bn(width=8)", "reference", "floor"),
+        *("stacked fp32", "central eager", "reference", "floor"),
+    ]
+    ours, central, reference = (
+        lines["mlp_bn(width=8)", variant]["median"] for variant in ("stacked fp32", "central eager", "reference")
+    )
+    assert reference == central, "the traffic of a tiny network is nothing"
+    ratios = {name: found[f"ratio.stacked_fp32/{name}"] for name in ("central_eager", "reference", "floor")}
+    assert ratios["reference"]["mlp_bn(width=8)"] == {"3": pytest.approx(ours / central, abs=1e-4)}
+    assert all(list(each) == ["mlp_bn(width=8)+gn", "mlp_bn(width=8)"] for each in ratios.values())
+    assert found["ratio.stacked_fp32/mlp_bn(width=8)"].keys() == {"mlp_bn(width=8)+gn"}
+    assert found["seconds_to_first_row"]["mlp_bn(width=8)"]["3"] > 0
+
+
+def test_a_model_that_fails_is_left_out_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise RuntimeError("CUDA out of memory\nand more")
+
+    monkeypatch.setattr(models, "_central", fails)
+    wanted = options(cases=(Case("mlp_bn", clients=(2,)),))
+    section, said = models.section(wanted), list[str]()
+    progress = Progress(quiet=False)
+    monkeypatch.setattr(progress, "line", said.append)
+    models.measure(wanted, section, progress)
+    assert said[-1] == "mlp_bn with 2 clients left out: CUDA out of memory"
+    assert section.measurements == []
+
+
 # -- what the numbers are --
+
+
+def test_the_floor_of_a_network_is_counted_by_hand() -> None:
+    """3 x 32 x 32 numbers to 8, BN, ReLU, 8 to 10: parameters, products and what a step must move."""
+    counted = floors.count(Case("mlp_bn(width=8)"))
+    net = Case("mlp_bn(width=8)").build()
+    layers = [module for module in net.modules() if isinstance(module, torch.nn.Linear)]
+    assert counted.parameters == sum(parameter.numel() for parameter in net.parameters())
+    assert counted.products == 3 * sum(2 * layer.in_features * layer.out_features for layer in layers)
+    exact = floors.Count(parameters=1_000_000, kept=300_000, products=10**10)
+    assert exact.traffic(16) == pytest.approx(1e-4)
+    assert exact.memory(16, 20) == pytest.approx(1e-4 + 8e-5)
+    assert exact.arithmetic(16, 20) == pytest.approx(3.2e12 / 989e12)
+    assert exact.floor(16, 20, launches=100) == pytest.approx(3.2e12 / 989e12 + 3e-4)
+
+
+def test_the_published_models_can_be_read() -> None:
+    cases = read_cases(TABLE, (7,))
+    assert {case.name: case.clients for case in cases}["resnet20"] == (5, 20, 100)
+    assert [case.name for case in cases if case.pixels != 32] == ["alexnet_bn@96", "deeplabv3plus@192"]
+    assert [case.method for case in cases if case.parts] == ["fedavg+gn"]
+    assert [labels_of(case) for case in cases if case.pixels != 32] == [(), (192, 192)]
 
 
 def test_ratios_have_the_names_that_readers_look_for() -> None:
@@ -163,47 +230,66 @@ def test_bursts_do_not_change_the_time_of_a_round(seconds: float, sizes: list[in
 
 
 class Course:
-    """Rounds of 2 s each on a device with a clock of its own; the first takes 100 s more, as one that compiles.
+    """Rounds of 2 s each on a device with a clock of its own; the first two take longer, as those that compile.
 
-    With `ahead`, rows of a burst are told while the device is at work on the next.
+    As in a run, rows come in bursts whose reports were sent behind all that was asked for: with `ahead`, what was asked
+    for since the last burst stays in flight. Rows tell `claimed` seconds.
     """
 
-    def __init__(self, sizes: tuple[int, ...], ahead: bool) -> None:
+    def __init__(self, sizes: tuple[int, ...], ahead: bool, claimed: float = 2.0) -> None:
         self.now, self.done_at = 0.0, 0.0
         self.round = 0
-        self.unsettled: list[float] = []
-        self._sizes, self._ahead = cycle(sizes), ahead
+        self.unsettled: list[int] = []
+        self._sizes, self._ahead, self._claimed = cycle(sizes), ahead, claimed
 
-    def rounds(self) -> Iterator[dict[str, int]]:
-        told = 0
+    def settle(self, count: int) -> list[int]:
+        settled, self.unsettled = self.unsettled[:count], self.unsettled[count:]
+        if settled:
+            self.now = max(self.now, self.done_at)
+        return settled
+
+    def rounds(self) -> Iterator[dict[str, float]]:
+        bursts = 0
         while True:
             size = next(self._sizes)
             for _ in range(size):
                 begun = max(self.now, self.done_at)
-                self.done_at = begun + 2.0 + (100.0 if self.round == 0 else 0.0)
+                self.done_at = begun + 2.0 + {0: 100.0, 1: 40.0}.get(self.round, 0.0)
                 self.round += 1
-                self.unsettled.append(self.done_at)
-            settled = self.unsettled[: len(self.unsettled) - size] if self._ahead else self.unsettled
-            self.unsettled = self.unsettled[len(settled) :]
-            if settled:
-                self.now = max(self.now, settled[-1])
-            for _ in settled:
-                told += 1
-                yield {"round": told}
+                self.unsettled.append(self.round)
+            bursts += 1
+            for number in self.settle(len(self.unsettled) - (size if self._ahead else 0)):
+                yield {"round": number, "seconds": self._claimed + 1e-9 * bursts}
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one after the other", "told while the next are played"])
-@pytest.mark.parametrize("sizes", [(1,), (7,), (5, 1, 30)])
+@pytest.mark.parametrize("sizes", [(1,), (7,), (5, 1, 30), (1, 32)])
 def test_a_course_counts_what_was_done_while_it_was_timed(
     sizes: tuple[int, ...], ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Course(sizes, ahead)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: run.now))
-    play = rounds_of(run)
-    play(0.0)
+    play = Rounds(run, CPU)
+    assert play(0.0) == 2.0, "it is warm when two looks agree"
     for seconds in (0.1, 50.0, 500.0):
         run.now += 1000.0  # others are timed; the device finishes what it had
         assert play(seconds) == 2.0
+    assert play.whole == [2.0] * 3
+    assert play.disagree() == ""
+
+
+def test_two_clocks_that_disagree_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Course((5, 1, 30), ahead=True, claimed=64.0)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: run.now))
+    steps = gpu.engine("mlp_bn", random_images(2, 40), "stacked", "fp32", 1, CPU)
+    steps.rounds = Rounds(run, CPU)
+    steps(0.0)
+    assert steps(500.0) == 2.0
+    race, said = Race(), list[str]()
+    told = "two clocks disagree: rows tell 6.4e+04 ms a round, timed as a whole it takes 2e+03"
+    gpu.note_clocks({"stacked fp32": steps, "plain": repeated(list, CPU)}, race, SimpleNamespace(line=said.append))
+    assert race.notes == {"stacked fp32": told}
+    assert said == [f"stacked fp32: {told}"]
 
 
 def test_too_few_rows_say_nothing() -> None:
@@ -358,3 +444,22 @@ def test_the_commit_is_named_found_or_unknown(monkeypatch: pytest.MonkeyPatch, t
     facts = machine.describe_machine(CPU, ["fednorm", "bench", "--out", "a b"])
     assert facts["command"] == "fednorm bench --out 'a b'"
     assert facts["hardware"]["gpu"] is None
+
+
+def test_the_async_section_sets_arrivals_beside_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "CLIENTS", 6)
+    monkeypatch.setattr(arrivals, "AT_A_TIME", {"cpu": 2})
+    monkeypatch.setattr(arrivals, "STEPS", 1)
+    small = "fedrevive(width=4,latent=4,batch=2,kd_batch=2,kd_steps=1,steps=1,teachers=2,pool=8)"
+    monkeypatch.setattr(arrivals, "REVIVED", small)
+    monkeypatch.setattr(arrivals, "BUFFERED", "fedbuff(b=2)")
+    done = fednorm("bench", "async", *QUICK, "--repeats", "1", "--json", "--quiet")
+    assert done.code == 0, done.err
+    found = done.json
+    lines = found["sections"]["async"]["measurements"]
+    assert [line["variant"] for line in lines] == ["rounds", "sync", "fedbuff(b=2)"] * 2
+    medians = {line["variant"]: line["median"] for line in lines[:3]}
+    ratio = medians["rounds"] / medians["fedbuff(b=2)"]
+    assert found["ratio.fedbuff(b=2)/rounds"]["sequential"] == pytest.approx(ratio, abs=1e-4)
+    assert found["revive.server_ms"]["small_resnet"].keys() == {"teacher", "synthesis", "distillation"}
+    assert 0 < found["revive.server_share"]["small_resnet"] < 1

@@ -12,7 +12,9 @@ from fednorm import models
 from fednorm.cli.complete import names_of
 from fednorm.data.partition import PARTITIONS
 from fednorm.data.registry import DATASETS
+from fednorm.engines.clock.schedule import SCHEDULES
 from fednorm.methods import known_methods
+from fednorm.strategies import known_strategies
 
 
 def completed(line: str) -> list[str]:
@@ -31,6 +33,8 @@ def completed(line: str) -> list[str]:
         ("fednorm run --partition dir", ["dir_class", "dir_client"]),
         ("fednorm run --set train.lr", ["train.lr="]),
         ("fednorm run --track w", ["wandb"]),
+        ("fednorm run --async fedb", ["fedbuff"]),
+        ("fednorm run --times shi", ["shifted"]),
         ("fednorm compare fedavg silo", ["silobn"]),
         ("fednorm inspect resnet1", ["resnet18"]),
         ("fednorm data info usp", ["usps"]),
@@ -48,6 +52,8 @@ def test_names_are_those_of_the_registries() -> None:
     assert set(names_of("models")) == set(models.MODELS)
     assert set(names_of("data sets")) == set(DATASETS)
     assert set(names_of("partitions")) == set(PARTITIONS)
+    assert set(names_of("strategies")) == set(known_strategies())
+    assert set(names_of("schedules")) == set(SCHEDULES.names)
 
 
 def test_completion_does_not_wait_for_torch() -> None:
@@ -57,7 +63,7 @@ def test_completion_does_not_wait_for_torch() -> None:
         "print(names, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "(['fedbn', 'fedbs'], ['resnet18'], ['usps'], ['workers']) False\n"
+    assert done.stdout == "(['fedbn', 'fedbs', 'fedbuff'], ['resnet18'], ['usps'], ['workers']) False\n"
 
 
 def test_the_script_for_a_shell_can_be_shown() -> None:

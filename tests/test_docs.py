@@ -26,6 +26,7 @@ from fednorm.errors import ConfigError
 from fednorm.methods import known_methods, parse
 from fednorm.running import records
 from fednorm.running.config import RunConfig, all_fields, updated
+from fednorm.strategies import joined, known_strategies, split
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -205,6 +206,9 @@ def exists(code: str) -> bool:
     if field in all_fields():
         return bool(updated(RunConfig(), {field: literal(value)}))
     term = parse_term(code.partition("+")[0], "expression", "")
+    if term.name in known_strategies():
+        strategy, method = split(code)
+        return bool(joined(strategy, method))
     if term.name in known_methods():
         return bool(parse(code))
     if term.name in models.MODELS:

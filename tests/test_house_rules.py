@@ -142,7 +142,7 @@ def test_engines_and_server_import_no_method(name: str) -> None:
 # What each room of the house may import of the package, also inside functions and for types alone.
 _LEARNING = {"core", "layers", "pieces", "methods", "errors"}
 # A server and a client tell each other the package's own version: `fednorm` itself.
-_HALVES = _LEARNING | {"models", "data", "scoring", "halves", "files", "fednorm"}
+_HALVES = _LEARNING | {"strategies", "models", "data", "scoring", "halves", "files", "fednorm"}
 _RUNNING = _HALVES | {"engines", "running"}
 MAY_IMPORT = {
     "errors": set[str](),
@@ -151,6 +151,7 @@ MAY_IMPORT = {
     "layers": {"layers", "core", "errors"},
     "pieces": {"pieces", "layers", "core", "errors"},
     "methods": _LEARNING,
+    "strategies": _LEARNING | {"strategies", "data"},
     "data": {"data", "core", "errors", "files"},
     "models": {"models", "layers", "core", "errors"},
     "scoring": _LEARNING | {"data", "scoring"},
@@ -160,7 +161,8 @@ MAY_IMPORT = {
     "views": _RUNNING | {"views"},
     "bench": _RUNNING | {"views", "bench"},
     "studies": _RUNNING | {"studies"},
-    "cli": _RUNNING | {"views", "bench", "studies", "cli"},
+    "nvflare": _RUNNING | {"nvflare"},
+    "cli": _RUNNING | {"views", "bench", "studies", "nvflare", "cli"},
     "__main__": {"cli"},
     # The package's own names, imported when they are asked for.
     "__init__": _RUNNING | {"views"},
@@ -222,7 +224,7 @@ def test_the_check_allows_imports_the_right_way(room: str, text: str) -> None:
 
 @every_file
 def test_files_stay_small(name: str) -> None:
-    assert len(NAMES[name].read_text().splitlines()) <= 400
+    assert len(NAMES[name].read_text().splitlines()) <= (300 if name.startswith("nvflare/") else 400)
 
 
 def test_test_files_stay_small() -> None:
@@ -251,8 +253,8 @@ def test_the_source_speaks_of_itself_alone(name: str) -> None:
 def test_the_core_imports_no_optional_package() -> None:
     """Optional packages are imported inside the function that needs them."""
     optional = {"torchvision", "timm", "matplotlib", "scipy", "PIL", "tensorboard", "wandb", "mlflow"}
-    optional |= {"pandas", "pyarrow"}
-    for name, path in NAMES.items():
+    optional |= {"pandas", "pyarrow", "nvflare"}
+    for name, path in ((name, path) for name, path in NAMES.items() if room_of(name) != "nvflare"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name

@@ -50,6 +50,7 @@ def test_public_names_are_pinned() -> None:
         "register_norm",
         "register_optimizer",
         "register_partition",
+        "register_schedule",
         "register_task",
         "resume",
         "run",

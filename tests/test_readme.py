@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import typer
 from command import ONE_THREAD
 from fednorm import known_methods
 from fednorm.cli import app
-from fednorm.methods import parse
+from fednorm.running.on_clock import full_name
+from fednorm.strategies import parse as parse_strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -50,16 +52,26 @@ def test_commands_exist(line: str) -> None:
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         return
+    if words[:2] == ["pip", "install"]:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(re.findall(r"\[(.*)\]", line)) <= extras.keys()
+        return
     assert words[0] == "fednorm"
-    group: Any = typer.main.get_command(app)
-    command = group.commands[words[1]]
+    command: Any = typer.main.get_command(app)
+    for word in words[1:]:
+        if word not in getattr(command, "commands", {}):
+            break
+        command = command.commands[word]
+    assert not hasattr(command, "commands"), "a verb of this group must follow"
     known = {name for parameter in command.params for name in parameter.opts}
     assert {word for word in words if word.startswith("-")} <= known
     if words[1] == "compare":
         methods = words[2 : next(i for i, word in enumerate(words) if word.startswith("-"))]
-        assert [parse(method).name for method in methods] == methods
+        assert [full_name(method) for method in methods] == methods
     if "--method" in words:
-        parse(words[words.index("--method") + 1])
+        full_name(words[words.index("--method") + 1])
+    if "--async" in words:
+        parse_strategy(words[words.index("--async") + 1])
 
 
 def test_methods_named_in_tables_exist() -> None:

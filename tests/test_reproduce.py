@@ -128,7 +128,7 @@ def test_what_takes_too_long_is_not_begun(tmp_path: Path) -> None:
 def test_the_list_names_every_experiment(tmp_path: Path) -> None:
     done = fednorm("reproduce", "--list", "--json", "--results", str(tmp_path))
     rows = done.json
-    assert len(rows) == 38
+    assert len(rows) == 42
     assert rows[0]["id"] == "fixbn.t1"
     assert {key: rows[0][key] for key in ("state", "cells", "cells_done")} == {
         "state": "open",

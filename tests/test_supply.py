@@ -33,6 +33,7 @@ def test_the_locks_are_the_constraints_with_hashes() -> None:
     locked = versions(ROOT / "locks" / "requirements.txt") | versions(ROOT / "locks" / "torch.txt")
     assert locked == pinned, "run `make lock`"
     assert versions(ROOT / "locks" / "torch_cpu.txt") == {"torch": f"{pinned['torch']}+cpu"}
+    assert versions(ROOT / "locks" / "nvflare.txt") == versions(ROOT / "constraints-nvflare.txt"), "run `make lock`"
     assert {pin.name for pin in tool("locked")["pins"]()} == {
         name for each in ("requirements", "torch") for name in versions(ROOT / "locks" / f"{each}.txt")
     }
@@ -50,6 +51,9 @@ def test_make_installs_by_the_locks() -> None:
     loose = [line for line in installs if "--require-hashes" not in line and "LOCKED" not in line]
     assert loose == [
         "pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'",
+        "pip install --quiet --no-build-isolation -c constraints.txt -c constraints-nvflare.txt -e '.[dev,nvflare]'",
+        # the newest torch there is, by hand, has no hash yet
+        "pip install --quiet --upgrade -c $(NEWEST)/constraints.txt torch -e '.[dev]'",
         "pip install --quiet pip-audit",
         "pip install --quiet uv",
     ]

@@ -376,3 +376,23 @@ def _end(code: int) -> None:
     if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+FAULTS = """
+import resource
+from fednorm.engines.machine import keep_memory
+keep_memory()
+for turn in range(12):
+    if turn == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    kept = [b"x" * (8 << 20) for _ in range(4)]
+    del kept
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of Linux's C library")
+def test_a_process_that_keeps_its_memory_asks_for_none_again() -> None:
+    """Ten turns of 32 MB, which are 80,000 small pages or 160 large ones."""
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100

@@ -13,6 +13,7 @@ import types
 import zipfile
 from collections.abc import Callable
 from contextlib import closing
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +115,7 @@ def test_a_recipe_with_such_an_option_is_one_line(here: Path) -> None:
 def test_a_timm_that_unpickles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = types.ModuleType("timm")
     old.__version__ = "1.0.9"  # type: ignore[attr-defined]
-    old.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    old.__spec__ = ModuleSpec("timm", None, origin="timm/__init__.py")
     monkeypatch.setitem(sys.modules, "timm", old)
     assert refusal(lambda: build("timm:resnet18")) == (
         "model 'timm:resnet18': timm 1.0.9 may run code out of a checkpoint, 1.0.26 does not; "

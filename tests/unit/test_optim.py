@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tiny
-from fednorm.core.optim import Joined, Optimizer
+from fednorm.core.optim import Grouped, Joined, Optimizer
 from fednorm.core.optimizers import ADAM, MOMENTUM_SGD, SGD, make_optimizer, register_optimizer
 from fednorm.core.state import Kind, Tree, entries
 from fednorm.errors import ConfigError
@@ -80,11 +81,41 @@ def test_all_parameters_at_once_are_each_alone(expression: str) -> None:
             assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_inputs_are_left_alone() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_groups_of_parameters_move_to_the_bit_as_each_alone(momentum: float, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"a": (7,), "b": (33, 5), "c": (8, 3, 3, 3), "d": (), "e": (41,)}
+    params = {key: torch.randn(shape, generator=draw).to(dtype) for key, shape in shapes.items()}
+    params["c"] = params["c"].contiguous(memory_format=torch.channels_last)
+    chosen, numbers = make_optimizer("sgd", momentum), {"lr": 0.1, "momentum": momentum, "weight_decay": 0.03}
+    alone = grouped = params, {f"{part}:{key}": value * 0.3 for key, value in params.items() for part in chosen.buffers}
+    assert chosen.together is not None
+    together = Grouped(chosen.together, chosen.buffers)
+    for step in range(3):
+        grads = gradients(alone[0], step)
+        rest = (numbers, {"a": 0.1, "b": 0.1}, frozenset({"b", "e"}))
+        alone, grouped = (
+            chosen.step(alone[0], grads, alone[1], *rest),
+            together.step(grouped[0], grads, grouped[1], *rest),
+        )
+        for left, right in zip(alone, grouped, strict=True):
+            assert list(left) == list(right)
+            assert all(torch.equal(left[key], right[key]) for key in left)
+            assert all(left[key].stride() == right[key].stride() for key in left)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_inputs_are_left_alone(grouped: bool) -> None:
     before = {key: value.clone() for key, value in START.items()}
+    grads = gradients(START, 0)
+    same = {key: value.clone() for key, value in grads.items()}
     buffers = {f"momentum:{key}": torch.ones_like(value) for key, value in START.items()}
-    MOMENTUM_SGD.step(START, gradients(START, 0), buffers, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, {})
+    assert MOMENTUM_SGD.together is not None
+    chosen = Grouped(MOMENTUM_SGD.together, MOMENTUM_SGD.buffers) if grouped else MOMENTUM_SGD
+    chosen.step(START, grads, buffers, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, {})
     assert all(torch.equal(START[key], before[key]) for key in START)
+    assert all(torch.equal(grads[key], same[key]) for key in START)
     assert all(bool((value == 1).all()) for value in buffers.values())
 
 
@@ -195,3 +226,9 @@ def test_vectors_can_be_spared_from_weight_decay() -> None:
         expected = value if value.dim() < 2 else value * (1 - 0.05)
         assert torch.allclose(new[key], expected, rtol=0, atol=1e-15), key
         assert (key in spec.spared) == (value.dim() < 2)
+
+
+def test_an_update_of_ones_own_takes_the_grouped_one_away_too() -> None:
+    """Or else a CPU would move tensors by SGD, whatever the update says."""
+    own = replace(MOMENTUM_SGD, update=lambda value, grad, buffers, numbers: (value, buffers))
+    assert own.together is None

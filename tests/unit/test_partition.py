@@ -303,3 +303,16 @@ def test_options_of_an_inner_partition_are_looked_at_before_there_is_data():
     with pytest.raises(ConfigError) as refusal:
         find_partition("feature_shift", {"inner": "shards", "alpha": 0.1})
     assert str(refusal.value) == "option of partition 'shards' 'alpha' is not known; known: classes_per_client."
+
+
+def test_clients_of_a_given_size_share_examples():
+    labels = labels_of(3, 5000, 10)
+    clients = partition("dir_client", labels, 100, 7, alpha=0.5, size=350)
+    again = partition("dir_client", labels, 100, 7, alpha=0.5, size=350)
+    assert all(np.array_equal(one, other) for one, other in zip(clients, again, strict=True))
+    assert {len(rows) for rows in clients} == {350}
+    counts = np.bincount(np.concatenate(clients), minlength=5000)
+    assert counts.sum() == 35_000, "more than there are, so that some lie at several clients"
+    assert counts.max() > 1
+    shares = np.stack([np.bincount(labels[rows], minlength=10) for rows in clients]) / 350
+    assert (shares.max(axis=1) > 0.3).mean() > 0.5, "classes are skewed"

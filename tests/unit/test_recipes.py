@@ -16,6 +16,7 @@ from fednorm.models.registry import MODELS
 from fednorm.running.config import DataConfig, RunConfig, flat
 from fednorm.running.plan import build_federation, make_plan
 from fednorm.scoring.probes import find_probes
+from fednorm.studies.estimate import seconds_of
 from fednorm.studies.library import key_of
 from fednorm.studies.published import experiments
 from fednorm.studies.study import Study, StudyCell, all_studies, find_study
@@ -126,7 +127,9 @@ def test_methods_of_a_study_differ_in_nothing_but_the_method() -> None:
             train = each.config.train
             shown = {key: value for key, value in each.setting.items() if key not in each.describing}
             step = round(train.lr / (1 - train.momentum), 9)
-            told = (step, each.config.rounds, train.batch_size, train.schedule, train.weight_decay, train.augment)
+            # On a clock rounds are versions, of which each strategy makes its own number; time is what is the same.
+            rounds = 0 if each.config.clock.concurrency else each.config.rounds
+            told = (step, rounds, train.batch_size, train.schedule, train.weight_decay, train.augment)
             by_setting.setdefault(str(shown), set()).add(told)
         assert all(len(told) == 1 for told in by_setting.values()), study.id
 
@@ -235,3 +238,23 @@ def test_more_clients_share_the_same_epochs() -> None:
     for each in find_study("fixbn.more_clients").cells():
         cohort = each.config.cohort_size(each.config.data.clients)
         assert each.config.rounds * cohort * 100 * 20 == 128 * 50_000
+
+
+def test_clients_that_come_one_by_one() -> None:
+    config = cell("async.time", "fedbuff", times="shifted").config
+    assert config.method == "fedbuff(b=2,lr=0.05,staleness=None)+nonorm"
+    assert (config.clock.times, config.clock.concurrency, config.rounds) == ("shifted", 100, 25_662)
+    assert (config.data.partition, config.data.clients) == ("dir_client(alpha=0.5,size=350)", 1000)
+    assert (config.train.local_steps, config.train.batch_size, config.train.optimizer) == (25, 32, "adam")
+    shared = cell("async.fedrevive", "fedbuff", times="shifted")
+    assert key_of(shared.config) == key_of(config)
+    assert shared.time == 5.0
+    assert cell("async.time", "fedbuff", times="default").time is None
+    waits = cell("async.time", "fedavg_clock").config
+    assert (waits.method, waits.rounds, waits.eval.every) == ("sync(lr=1.4)+nonorm", 28, 1)
+
+
+def test_every_run_on_a_clock_fits_a_hold_of_a_gpu() -> None:
+    for id in ("async.time", "async.fedrevive", "async.norms", "async.norms.own"):
+        for each in find_study(id).cells(variants=True):
+            assert seconds_of(each.config, 1, on_gpu=True) < 25 * 60

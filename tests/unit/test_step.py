@@ -14,7 +14,7 @@ from fednorm.core import rng
 from fednorm.core.method import Rule
 from fednorm.core.optimizers import SGD
 from fednorm.core.state import Kind, Tree, digest
-from fednorm.core.step import Batch, Carry, ObserveStep, Seen, StepSpec, TrainStep, training_mode
+from fednorm.core.step import Batch, Carry, ObserveStep, Seen, StepSpec, TrainStep, forward, training_mode
 from fednorm.halves.prepared import prepare
 from fednorm.methods import parse
 from fednorm.pieces.losses import Proximal
@@ -208,3 +208,42 @@ def test_a_held_affine_is_not_trained() -> None:
     tree, rule = run.server.tree, made.phases[0].phase.rule
     assert all(torch.allclose(tree[key], initial[key], rtol=1e-14, atol=0) for key in affine)
     assert all(not torch.equal(tree[e.key], initial[e.key]) for e in made.prepared.trained(rule))
+
+
+class Failing(nn.Module):
+    """A layer with a weight of its own, that may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("not today")
+        return x * self.scale
+
+
+def test_a_forward_pass_leaves_the_models_own_tensors_in_their_places() -> None:
+    failing = Failing()
+    spec = spec_of(nn.Sequential(tiny.residual_net(), failing))
+    own = {key: (value, value.clone()) for key, value in spec.model.state_dict(keep_vars=True).items()}
+    state = {key: value.detach() * 2 for key, (value, _) in own.items()}
+    x = a_batch().x
+    assert spec.places is not None
+    expected = torch.func.functional_call(spec.model, dict(state), (x,))
+    assert torch.equal(forward(spec, dict(state), x, KEY), expected)
+    assert not torch.equal(spec.model(x), expected)
+    vars(spec.model[1])["fails"] = True
+    with pytest.raises(ValueError, match=r"^not today$"):
+        forward(spec, dict(state), x, KEY)
+    after = spec.model.state_dict(keep_vars=True)
+    assert all(after[key] is value and torch.equal(value, copied) for key, (value, copied) in own.items())
+
+
+def test_tensors_with_two_names_are_left_to_torch() -> None:
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    assert spec_of(tied).places is None
+    mapped = replace(spec_of(tiny.residual_net()), differentiate=lambda f: f)  # type: ignore[arg-type]
+    assert mapped.places is None

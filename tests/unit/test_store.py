@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -375,3 +376,15 @@ def test_a_file_that_lost_its_layouts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as refusal:
         read_all(path)
     assert str(refusal.value) == "the stored state has lost layout 0; start the run anew"
+
+
+def test_trees_that_are_gone_leave_the_file_and_its_seal(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    with closing(Store(path)) as store:
+        store.commit(1, {"model": {"w": torch.ones(2)}, "base 0": {"w": torch.zeros(2)}}, {}, [])
+        store.commit(2, {"base 1": {"w": torch.ones(2)}}, {}, [], gone=["base 0"])
+    with closing(Store(path, begun=True)) as store:  # which looks at all that the seal names
+        assert store.tree_names() == ["base 1", "model"]
+        assert torch.equal(store.tree("model")["w"], torch.ones(2))
+        with pytest.raises(CheckpointError, match="holds no 'base 0'"):
+            store.tree("base 0")

@@ -55,7 +55,7 @@ def cell(method: str, mean: float, std: float | None = None, **setting: Any) -> 
 
 
 def test_every_published_experiment_is_read() -> None:
-    assert len(experiments()) == 38
+    assert len(experiments()) == 42
     norms = find_experiment("fixbn.norms")
     assert norms.where.endswith("Table 4")
     assert {each.method: (each.mean, each.std) for each in norms.cells}["fixbn"] == (76.56, 0.66)

@@ -51,7 +51,7 @@ from fednorm.halves.wire import (
     send,
     to_parts,
 )
-from fednorm.halves.wire_format import DTYPES, HEAD, canonical, pack
+from fednorm.halves.wire_format import DTYPES, HEAD, canonical, pack, reseal
 
 TERMS = Terms(
     run="r1", method="fedbn", weights="size", model="cnn", schema="5c" * 32, initial="1n" * 32, work=LocalWork(lr=1)
@@ -667,3 +667,23 @@ def test_a_saved_state_is_no_message() -> None:
 
     with pytest.raises(WireError, match=r"^it is of kind 'file'; known: hello,"):
         decode(pack(*seal("file", {"header": "{}"}, {})))
+
+
+def test_a_sender_may_change_and_leave_out_entries_of_its_own() -> None:
+    update = Update(Report(4, 10, {"all": 0.5}), dict(TREE), address=ADDRESS)
+    header, tree = to_parts(update)
+    tree["shared/bn.weight"] = tree["shared/bn.weight"] + 1
+    with pytest.raises(WireError, match=r"client 4, exchange 7, entry 'bn\.weight': was altered on the way"):
+        from_parts(header, tree)
+    del tree["shared/bn.num_batches_tracked"]
+    wanted = to_parts(replace(update, shared={"bn.weight": TREE["bn.weight"] + 1}))
+    found = reseal(header, tree)
+    assert found[0] == wanted[0]
+    assert pack(*found) == pack(*wanted)
+
+
+def test_a_seal_is_made_anew_for_entries_only() -> None:
+    header, tree = to_parts(Update(Report(4, 10, {"all": 0.5}), dict(TREE), address=ADDRESS))
+    header["fields"]["report"]["num_examples"] = 9000
+    with pytest.raises(WireError, match="its header was altered on the way"):
+        reseal(header, tree)

@@ -1,0 +1,262 @@
+"""Runs on a clock: rows over versions and virtual time, kills at any event, rounds and arrivals side by side."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fednorm
+import tiny
+from command import TINY
+from command import fednorm as command
+from fednorm.core.state import digest
+from fednorm.errors import DivergedError, QuorumError
+from fednorm.running.clock_run import ClockRun
+from fednorm.running.plan import Plan
+from fednorm.running.store import Store
+from test_cli_signals import running, wait_for_rounds
+
+FIVE = tiny.federation((8, 12, 9, 10, 11))
+
+
+def plan(method: str, **changes: Any) -> Plan:
+    """Five tiny clients, three of which have a job at a time."""
+    return tiny.plan(method, model=tiny.conv_net(), data=FIVE, **{"clock__concurrency": 3, "rounds": 6} | changes)
+
+
+def played(made: Plan, store: Store | None = None) -> ClockRun:
+    run = ClockRun(made, store or Store())
+    for _ in run.rounds():
+        pass
+    return run
+
+
+def fingerprint(run: ClockRun) -> dict[str, Any]:
+    """Everything that two equal runs share."""
+    clients = {client: run.store.get(client) for client in run.store.seen()}
+    return {
+        "server": digest(run.server.tree),
+        "time": run.simulation.time,
+        "clients": {client: (state.steps, digest(state.tree)) for client, state in clients.items()},
+        "rows": [{key: value for key, value in row.items() if key != "seconds"} for row in run.store.rows()],
+    }
+
+
+def test_rows_have_versions_and_time() -> None:
+    rows = list(played(plan("fedbuff(b=2)+fedbn")).store.rows())
+    assert [row["round"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    times = [row.get("time", 0.0) for row in rows]
+    assert all(earlier < later for earlier, later in pairwise([0.0, *times]))
+    assert all(row["clients"] == 2 == len(row.get("staleness", [])) == len(row.get("cohort", [])) for row in rows)
+    assert rows[0].get("staleness") == [0, 0]
+    assert max(age for row in rows for age in row.get("staleness", [])) > 0
+    assert [row["round"] for row in rows if "eval" in row] == [2, 4, 6]
+    assert all(row["bytes_up"] > 0 and row["bytes_down"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "silobn+local-momentum", "fixbn(at=0.5)"])
+def test_rounds_on_the_clock_are_rounds(method: str) -> None:
+    on_clock = played(plan(f"sync+{method}", clock__concurrency=5))
+    in_rounds = tiny.play(plan(method, clock__concurrency=None))
+    assert digest(on_clock.server.tree) == digest(in_rounds.server.tree)
+    for timed, row in zip(on_clock.store.rows(), in_rounds.store.rows(), strict=True):
+        same = ("round", "stage", "clients", "exchanges", "bytes_up", "bytes_down", "lr", "train_loss", "eval")
+        assert {key: timed.get(key) for key in same} == {key: row.get(key) for key in same}
+
+
+def test_what_is_asked_of_all_takes_no_time_and_is_charged() -> None:
+    plain, more = (list(played(plan(f"fedbuff(b=2)+{name}")).store.rows()) for name in ("fedavg", "posthoc"))
+    assert [row.get("time") for row in plain] == [row.get("time") for row in more]
+    assert [a["bytes_up"] for a in plain[:-1]] == [b["bytes_up"] for b in more[:-1]]
+    assert more[-1]["bytes_up"] > plain[-1]["bytes_up"]
+    assert more[-1]["exchanges"] == plain[-1]["exchanges"] + 1
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [
+        ("fedbuff(b=2)+fedbn+local-momentum", "sequential"),
+        ("sync+fedavg", "sequential"),
+        ("fedasync+fixbn(at=0.5)", "stacked"),
+    ],
+)
+def test_a_kill_at_any_event_changes_no_bit(method: str, engine: str, tmp_path: Path) -> None:
+    """Twenty-one kills in all: some events after a commit, which may be in the middle of a version."""
+    made = plan(method, engine__name=engine)
+    whole = fingerprint(played(made))
+    draw = random.Random(method)  # noqa: S311
+    for number in range(7):
+        path = tmp_path / f"{number}.sqlite"
+        run, events, after = ClockRun(made, Store(path)), draw.randrange(1, 10), draw.randrange(3)
+        for count in range(events + after):
+            if not run.over:
+                run.step()
+            if count + 1 == events:
+                run.stop()
+        run.store.close()  # what was not committed is gone, as if the process had been killed
+        assert fingerprint(played(made, Store(path))) == whole
+
+
+def test_trees_that_nobody_needs_leave_the_store(tmp_path: Path) -> None:
+    run = ClockRun(plan("fedbuff(b=2)", rounds=30), Store(tmp_path / "state.sqlite"))
+    most = 0
+    while not run.over:
+        run.step()
+        run.stop()
+        most = max(most, len(run.store.tree_names()))
+    assert most <= 10
+
+
+ASYNC = ("--async", "fedbuff(b=2)", "--method", "fedbn", "--clients", "8", "--concurrency", "4", "--times", "shifted")
+
+
+def test_a_real_kill_and_resume_give_the_same_bits(tmp_path: Path) -> None:
+    long = (*TINY, *ASYNC, "--rounds", "60", "--set", "eval.every=60", "--set", "engine.checkpoint_every=1")
+    whole = command("run", *long, "--out", tmp_path / "whole", "--json", "--quiet")
+    assert whole.code == 0, whole.err
+    with running("run", *long, "--out", "run", cwd=tmp_path) as process:
+        wait_for_rounds(process, tmp_path / "run", 3)
+        process.kill()
+        process.communicate()
+    assert not (tmp_path / "run" / "result.json").exists()
+    done = command("resume", tmp_path / "run", "--json", "--quiet")
+    for key in ("digest", "time", "staleness", "curves", "bytes"):
+        assert done.json["runs"][0][key] == whole.json["runs"][0][key]
+
+
+def test_a_strategy_is_given_beside_the_method_or_in_it(tmp_path: Path) -> None:
+    beside = command("run", *TINY, *ASYNC, "--out", tmp_path / "a", "--quiet")
+    assert beside.code == 0, beside.err
+    inside = command("run", *TINY, *ASYNC[4:], "--method", "fedbn+fedbuff(b=2)", "--out", tmp_path / "b", "--quiet")
+    results = [json.loads((tmp_path / name / "result.json").read_text())["runs"][0] for name in "ab"]
+    assert results[0]["method"] == results[1]["method"] == "fedbuff(b=2)+fedbn"
+    assert results[0]["digest"] == results[1]["digest"]
+    assert "after the last version" in beside.out
+    assert "fedbuff(b=2)+fedbn seed 0: staleness 0 " in inside.out
+
+
+def test_rounds_and_arrivals_are_compared_on_one_clock(tmp_path: Path) -> None:
+    methods = ["fedavg", "fedbuff(b=2)+fedavg", "fedasync+gn"]
+    result = fednorm.compare(
+        methods, model=tiny.conv_net(), federation=FIVE, rounds=4, local_steps=2, batch_size=4, dtype="float64"
+    )
+    assert result.methods == ["sync+fedavg", "fedbuff(b=2)+fedavg", "fedasync+gn"]
+    assert all(len(run["curves"].get("time", [])) == 4 for run in result.runs)
+    assert all(line.get("time", {}).get("mean", 0) > 0 for line in result.table())
+    assert result.runs[0].get("staleness") == {"0": 20}
+    level = result.runs[0]["curves"].get("pooled", [0.0])[0]
+    reached = result.time_to(level)
+    assert reached is not None
+    assert reached.mean == result.runs[0]["curves"].get("time", [])[0]
+    assert result.time_to(101.0) is None
+    pytest.importorskip("matplotlib")
+    assert result.picture(tmp_path / "curves.png").stat().st_size > 0
+
+
+SMALL: dict[str, Any] = {"federation": FIVE, "local_steps": 2, "batch_size": 4, "dtype": "float64", "concurrency": 3}
+
+
+def test_a_run_goes_on_to_more_versions(tmp_path: Path) -> None:
+    model = tiny.conv_net()
+    fednorm.run(method="fedbuff(b=2)+fedbn", model=model, rounds=3, out=tmp_path / "run", **SMALL)
+    longer = fednorm.resume(tmp_path / "run", model=model, federation=FIVE, rounds=6)
+    whole = fednorm.run(method="fedbuff(b=2)+fedbn", model=model, rounds=6, **SMALL)
+    assert longer.runs[0]["digest"] == whole.runs[0]["digest"]
+    assert longer.runs[0].get("time") == whole.runs[0].get("time")
+
+
+def test_methods_that_are_objects_are_on_the_clock_too(tmp_path: Path) -> None:
+    own, model = fednorm.parse("fedbn"), tiny.conv_net()
+    both = fednorm.compare(
+        [own, "fedavg"], model=model, rounds=2, strategy="fedbuff(b=2)", out=tmp_path / "both", **SMALL
+    )
+    assert both.methods == ["fedbn", "fedbuff(b=2)+fedavg"]
+    by_name = fednorm.run(method="fedbuff(b=2)+fedbn", model=model, rounds=2, **SMALL)
+    assert both.runs[0]["digest"] == by_name.runs[0]["digest"]
+    again = fednorm.resume(tmp_path / "both", method=own, model=model, federation=FIVE)
+    assert again.runs[0]["digest"] == by_name.runs[0]["digest"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            ("--async", "fedbuff(b=2)", "--concurrency", "50"),
+            "clock.concurrency=50 but only 5 clients train; give at most that many",
+        ),
+        (
+            ("--async", "fedbuff(b=30)"),
+            "'fedbuff(b=30)' waits for 30 updates of different clients, and 5 train, so its buffer is never filled; "
+            "give b=5 or less",
+        ),
+        (
+            ("--async", "fedbuff(b=2)", "--times", "equal(time=-1)"),
+            "schedule 'equal': time=-1.0 is out of range; give a number above 0",
+        ),
+        (
+            ("--concurrency", "3"),
+            "clock.concurrency=3 is for runs on a clock, and 'fedavg' names no strategy; "
+            "give --async fedbuff, or leave it out",
+        ),
+        (("--async", "fedbuf"), "strategy 'fedbuf' is not known; did you mean 'fedbuff'?"),
+        (("--async", "fedbuff", "--method", "fedasync"), "'fedbuff' and 'fedasync' are both strategies; keep one"),
+        (
+            ("--async", "fedbuff(b=2)", "--clients-per-round", "3"),
+            "clients_per_round=3 is for rounds, and 'fedbuff(b=2)+fedavg' has none; give clock.concurrency",
+        ),
+        (
+            ("--async", "fedbuff(b=2)", "--set", "world.dropout=0.1"),
+            "world.dropout=0.1 is for rounds, and 'fedbuff(b=2)+fedavg' has none; leave it out",
+        ),
+        (
+            ("--async", "fedbuff(b=2)", "--method", "fedtan"),
+            "'fedtan' needs all clients of a round in lock-step, and here clients come one by one; "
+            "play it in rounds, or take another method here",
+        ),
+        (
+            ("--async", "dd-fedrevive"),
+            "FedRevive with images=real distils on examples that the server has, and it has none; "
+            "hold some out for it, or use images=synthetic",
+        ),
+        (("--async", "fedbuff(b=2)", "--concurrency", "0"), "clock.concurrency=0 is out of range; give 1 or more"),
+    ],
+)
+def test_what_is_refused(flags: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    done = command("run", *TINY, *flags, "--out", tmp_path / "run")
+    assert (done.code, done.err) == (2, f"error: {told}\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("client,compute\n7,1\n*,1\n", "names client '7', which the run does not have; it has clients 0 to 4"),
+        ("client,compute\n*,nan\n", "client *: compute=nan is out of range; give 0 or more"),
+        ("client,compute\n*,-2\n", "client *: compute=-2 is out of range; give 0 or more"),
+    ],
+)
+def test_files_of_times_that_are_refused(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "times.csv").write_text(text)
+    done = command("run", *TINY, "--async", "fedbuff(b=2)", "--times", f"file:{tmp_path}/times.csv")
+    assert done.code == 2
+    assert done.err.startswith(f"error: schedule '{tmp_path}/times.csv'")
+    assert done.err.endswith(f"{told}\n")
+    assert done.err.count("\n") == 1
+
+
+def test_updates_that_cannot_be_used_end_the_run() -> None:
+    with pytest.raises(DivergedError, match="diverged in version 1, client "):
+        played(plan("fedbuff(b=2)", train__lr=1e300))
+    with pytest.raises(QuorumError, match=r"0 of the last 3 updates usable in version 1, client \d: .* needs more"):
+        played(plan("fedbuff(b=2)", train__lr=1e300, engine__quorum=0.5))
+
+
+def test_a_dry_run_knows_the_clock(tmp_path: Path) -> None:
+    done = command("run", *TINY, *ASYNC, "--dry-run", "--out", tmp_path / "run")
+    assert done.code == 0, done.err
+    assert "each of 2 clients sends" in done.out
