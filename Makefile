@@ -12,7 +12,11 @@ export OMP_NUM_THREADS ?= 1
 TRITON := .triton
 TRITON_READY := $(TRITON)/.ready
 
-.PHONY: help demo test test-quick test-kernels mutants lint format docs audit sbom lock clean
+# NVFlare pins some packages to one version, so it has an environment of its own, with all of ours in it.
+NVFLARE := .venv-nvflare
+NVFLARE_READY := $(NVFLARE)/.ready
+
+.PHONY: help demo test test-quick test-kernels test-nvflare test-newest mutants lint format docs audit sbom lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +47,27 @@ test-kernels: $(READY) $(TRITON_READY)  ## the Triton kernels, one by one and in
 $(TRITON_READY): locks/triton.txt
 	$(BIN)/python $(LOCKED) --upgrade --target $(TRITON) -r locks/triton.txt
 	@touch $@
+
+test-nvflare: $(NVFLARE_READY)  ## methods on NVFlare: its simulator, a POC, edge devices; all on loopback
+	$(NVFLARE)/bin/python -m pytest -n 2 tests/nvflare src/fednorm/nvflare
+
+$(NVFLARE_READY): pyproject.toml constraints.txt constraints-nvflare.txt $(wildcard locks/*.txt)
+	test -x $(NVFLARE)/bin/python || $(PYTHON) -m venv $(NVFLARE)
+	$(NVFLARE)/bin/python $(LOCKED) -r locks/torch_cpu.txt || $(NVFLARE)/bin/python $(LOCKED) -r locks/torch.txt
+	$(NVFLARE)/bin/python $(LOCKED) -r locks/requirements.txt
+	$(NVFLARE)/bin/python $(LOCKED) --no-build-isolation -r locks/nvflare.txt
+	$(NVFLARE)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt -c constraints-nvflare.txt -e '.[dev,nvflare]'
+	@touch $@
+
+# Users get the newest torch, and with it gigabytes for GPUs: in an environment of its own, by hand. NEWEST=DIR puts it
+# elsewhere. All else is as pinned.
+NEWEST ?= .venv-newest
+test-newest:  ## the tests with the newest torch there is; pulls gigabytes, by hand
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/constraints.txt torch -e '.[dev]'
+	$(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(NEWEST)/bin/python -m pytest -n 2 $(TESTS)
 
 mutants: $(READY)  ## put mistakes into the package, one by one, and see which the tests notice: an hour (N=300 SEED=0)
 	$(BIN)/python tools/mutants.py map
@@ -78,5 +103,5 @@ lock: $(READY)  ## write locks/ anew, with the hashes of what constraints.txt pi
 	$(BIN)/python tools/make_lock.py
 
 clean:  ## remove the virtual environment and all caches; runs stay
-	rm -rf $(VENV) $(TRITON) .mutants .pytest_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(NVFLARE) $(TRITON) .venv-newest .mutants .pytest_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

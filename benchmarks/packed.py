@@ -16,7 +16,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from fednorm.bench.long_runs import EVERY_STEP
 from fednorm.bench.machine import describe_machine
 from fednorm.bench.plain_steps import backends
 from fednorm.bench.pools import random_images
-from fednorm.bench.timing import Play, rounds_of, synchronize
+from fednorm.bench.timing import Play, Rounds, synchronize
 from fednorm.engines.machine import find_device, precision
 from fednorm.engines.stack import slot
 from fednorm.files import write_json
@@ -69,7 +69,11 @@ class Pack:
     def round(self) -> int:
         return self.runs[0].round
 
-    def rounds(self) -> Iterator[RoundRow]:
+    def settle(self, count: int) -> None:
+        for run in self.runs:
+            run.settle(min(count, len(run.unsettled)))
+
+    def rounds(self) -> Generator[RoundRow]:
         for run, news in play_in_step(self.runs):
             if isinstance(news, Exception):
                 raise news
@@ -95,7 +99,7 @@ def started(variant: Variant, model: str, steps: int, width: str, device: torch.
     plans = [make_plan(updated(config, {"seed": seed}), federation=data) for seed in range(variant.runs)]
     make = engine_maker(plans)
     pack = Pack([Run(plan, Store(), make=make) for plan in plans])
-    play = rounds_of(pack)
+    play = Rounds(pack, device)
     play(0.0)
     return Started(pack, play, time.perf_counter() - begun)
 

@@ -21,6 +21,7 @@ GROUPS = {
     "scoring": "Models and tasks",
     "methods": "Methods and their parts",
     "core": "Methods and their parts",
+    "engines": "Runs and results",
     "halves": "Own loops and own transports",
     "errors": "Errors",
 }

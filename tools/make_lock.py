@@ -1,4 +1,4 @@
-"""Write locks/: every version that constraints.txt pins, with the hashes of its files.
+"""Write locks/: every version that constraints.txt and constraints-nvflare.txt pin, with the hashes of its files.
 
 `make lock` runs it. uv asks the package index for the hashes. torch has files of its own: the build for CPUs alone is
 no file of the index, and pip would prefer one whose hash the index tells. Its hash is that of the wheel in a folder
@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 APART = {"triton.txt": "triton==3.9.0"}
 """What the tests of kernels install beside all else."""
 LOCKS = ROOT / "locks"
-HEAD = "# Versions of constraints.txt with the hashes of their files; `make lock` writes it.\n"
+HEAD = "# Versions of {} with the hashes of their files; `make lock` writes it.\n"
+NVFLARE = "constraints-nvflare.txt"
 
 
 def hashed(constraints: Path) -> list[str]:
@@ -51,12 +52,14 @@ def main() -> None:
     version = files["torch.txt"][0].split()[0] + "+cpu"
     if hashes := cpu_builds().get(version.removeprefix("torch==")):
         files["torch_cpu.txt"] = [" \\\n    ".join([version, *(f"--hash=sha256:{each}" for each in hashes)]) + "\n"]
+    files["nvflare.txt"] = hashed(ROOT / NVFLARE)
     with tempfile.TemporaryDirectory() as folder:
         for name, pin in APART.items():
             (Path(folder) / name).write_text(pin)
             files[name] = hashed(Path(folder) / name)
     for name, texts in files.items():
-        (LOCKS / name).write_text(HEAD + "".join(texts))
+        source = NVFLARE if name == "nvflare.txt" else "constraints.txt"
+        (LOCKS / name).write_text(HEAD.format(source) + "".join(texts))
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 FACTS = ("round", "switch", "reports", "finished")
 TIMES = ("seconds", "version")
 """Fields of rows and results that may differ."""
+SEALS = ("made_from", "sha256")
+"""Fields of a result that tie it to files with times in them."""
 SAFETENSORS = {"F64": "float64", "F32": "float32", "I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool"}
 WIDTHS = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bool": 1, "uint8": 1, "int8": 1}
 
@@ -175,7 +177,8 @@ def read_folder(folder: Path) -> Found:
         row = json.loads(line)
         found.update(_leaves(f"round {row['round']}", row))
     found.update(_read_state(folder / "state.sqlite"))
-    found.update(_leaves("result.json", json.loads((folder / "result.json").read_text())))
+    result = json.loads((folder / "result.json").read_text())
+    found.update(_leaves("result.json", {key: value for key, value in result.items() if key not in SEALS}))
     found.update(_safetensors("model.safetensors", (folder / "model.safetensors").read_bytes()))
     return found
 

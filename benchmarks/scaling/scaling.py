@@ -26,10 +26,11 @@ from torch import nn
 from torch.nn import functional
 
 from fednorm.bench import gpu
+from fednorm.bench.cases import Case
 from fednorm.bench.machine import describe_machine
 from fednorm.bench.plain_steps import client_loop
 from fednorm.bench.pools import random_images
-from fednorm.bench.timing import Play, repeated, rounds_of
+from fednorm.bench.timing import Play, Rounds, repeated
 from fednorm.data.federation import Federation
 from fednorm.data.given import from_clients
 from fednorm.engines.machine import find_device, threads
@@ -64,7 +65,7 @@ def tiny_engine(clients: int, name: str) -> Play:
     settings |= {"train.local_steps": 1, "train.batch_size": BATCH, "train.lr": 0.01, "train.momentum": 0.0}
     settings |= {"engine.name": name, "engine.device": "cpu"}
     plan = make_plan(updated(RunConfig(), settings), model=tiny_network(), federation=tiny_data(clients))
-    return rounds_of(Run(plan, Store()))
+    return Rounds(Run(plan, Store()), plan.device)
 
 
 def tiny_loop(clients: int) -> Play:
@@ -91,7 +92,7 @@ def variants(device: torch.device) -> dict[str, Callable[[int], Play]]:
     if device.type == "cuda":
         return {
             "plain loop, bf16": lambda clients: repeated(
-                client_loop("resnet20", clients, gpu.BATCH, "bf16", device), device
+                client_loop(Case("resnet20"), clients, gpu.BATCH, "bf16", device), device
             ),
             "stacked, bf16": lambda clients: gpu.engine(
                 "resnet20", random_images(clients, 2 * gpu.BATCH), "stacked", "bf16", 1, device
