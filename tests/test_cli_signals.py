@@ -104,14 +104,17 @@ def test_a_killed_comparison_leaves_no_worker_behind(tmp_path: Path) -> None:
     while any(_alive(owner) for owner in owners):
         assert time.monotonic() < limit, "workers outlived the process that started them"
         time.sleep(0.1)
-    assert all(2 <= committed(tmp_path / "both" / name) < 80 for name in names)
+    rounds = [committed(tmp_path / "both" / name) for name in names]
+    assert min(rounds) >= 2
+    assert min(rounds) < 80, "one may be over by the time the other begins"
     done = fednorm("resume", tmp_path / "both", "--json", "--quiet")
     assert [run["rounds_done"] for run in done.json["runs"]] == [80, 80]
 
 
 @pytest.mark.fault(row=19)
 def test_ctrl_c_ends_all_workers_of_a_comparison(tmp_path: Path) -> None:
-    with running("compare", "fedavg", "fedbn", *LONG[:-2], "--jobs", "2", "--out", "both", cwd=tmp_path) as process:
+    endless = (*TINY, *EVERY_OTHER, "--rounds", "100000", "--jobs", "2", "--out", "both")
+    with running("compare", "fedavg", "fedbn", *endless, cwd=tmp_path) as process:
         wait_for_rounds(process, tmp_path / "both" / "fedavg-seed0", 2)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
