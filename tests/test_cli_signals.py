@@ -40,7 +40,7 @@ def wait_for_rounds(process: subprocess.Popen[str], folder: Path, count: int) ->
     while not (metrics.exists() and metrics.read_text().count("\n") >= count):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < limit, f"{folder} did not get to round {count}"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def committed(folder: Path) -> int:
