@@ -14,6 +14,7 @@ from command import fednorm
 from fednorm.running.cells import Cell
 from fednorm.running.records import OnRow
 from fednorm.studies.client_statistics import Look
+from fednorm.studies.estimate import seconds_of
 from fednorm.studies.library import Library
 from fednorm.studies.playing import Place, play_runs, wanted_runs
 from fednorm.studies.published import Experiment, PublishedCell
@@ -123,6 +124,14 @@ def test_what_takes_too_long_is_not_begun(tmp_path: Path) -> None:
     said: list[str] = []
     assert play_next([study("fedavg")], place(tmp_path), 0.01, unwatched, said.append) == 0
     assert said == []
+
+
+def test_seeds_that_do_not_fit_together_are_played_one_by_one(tmp_path: Path) -> None:
+    asked, said = study("fedavg"), list[str]()
+    (cell,) = asked.cells()
+    alone, together = (seconds_of(cell.config, count, on_gpu=False) for count in (1, 2))
+    assert play_next([asked], place(tmp_path), (alone + together) / 2 / 60, unwatched, said.append) == 2
+    assert said == ["paper.t1  fedavg  seeds 0", "paper.t1  fedavg  seeds 1"]
 
 
 def test_the_list_names_every_experiment(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def play_next(
 ) -> int:
     """Play what is missing and likely to end in time; the number of runs that came to their end.
 
-    Of seeds that do not fit together the first is played. Data sets that are not here are passed over.
+    Seeds that do not fit together are played one by one, as far as time goes. Data sets that are not here are passed over.
     """
 
     @cache
@@ -81,31 +81,31 @@ def play_next(
     deadline = time.monotonic() + 60 * minutes
     played = 0
     for job in missing_jobs(studies, place.library):
-        seeds = _that_fit(job, place, deadline - time.monotonic()) if is_here(job.config.data.name) else ()
-        if not seeds:
-            continue
-        say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
-        try:
-            ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, job.look)
-        except FednormError as error:  # of one job, and no reason to leave the machine idle
-            say(f"{job.study}  {job.label}: {error}")
-            continue
-        if not ended:
-            say("time is over; what was stopped goes on from here the next time")
-            return played
-        played += len(seeds)
+        waiting = job.seeds if is_here(job.config.data.name) else ()
+        while seeds := _that_fit(job, waiting, place, deadline - time.monotonic()):
+            waiting = waiting[len(seeds) :]
+            say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
+            try:
+                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, job.look)
+            except FednormError as error:  # of one job, and no reason to leave the machine idle
+                say(f"{job.study}  {job.label}: {error}")
+                break
+            if not ended:
+                say("time is over; what was stopped goes on from here the next time")
+                return played
+            played += len(seeds)
     return played
 
 
-def _that_fit(job: Job, place: Place, left: float) -> tuple[int, ...]:
-    """The seeds of a job that should end in time: all of them together, the first, or none."""
+def _that_fit(job: Job, seeds: tuple[int, ...], place: Place, left: float) -> tuple[int, ...]:
+    """Those of a job's seeds that should end in time: all of them together, the first, or none."""
 
-    def fits(seeds: int) -> bool:
-        return usual_seconds(job.config, seeds, place.on_gpu, place.library) < left
+    def fits(count: int) -> bool:
+        return usual_seconds(job.config, count, place.on_gpu, place.library) < left
 
-    if fits(len(job.seeds)):
-        return job.seeds
-    return job.seeds[:1] if fits(1) else ()
+    if not seeds or fits(len(seeds)):
+        return seeds
+    return seeds[:1] if fits(1) else ()
 
 
 def _label(cell: StudyCell) -> str:
