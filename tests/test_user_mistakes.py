@@ -89,16 +89,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def torchs_words(x: tuple[int, int], weight: tuple[int, int]) -> str:
+    """What this torch says of a linear layer whose input has another size."""
+    with pytest.raises(RuntimeError) as found:
+        nn.Linear(*weight)(torch.zeros(x))
+    return str(found.value)
+
+
 SEEN_BEFORE = {
     "--model their_models:raises": "model 'their_models:raises' cannot be built: ValueError: no such thing "
     "(their_models.py:5)",
     "--model their_models:nothing": "model 'their_models:nothing' must return a torch.nn.Module; it returned int",
     "--model their_models:few": "model 'their_models:few' has 3 outputs for 10 classes; give it 10, or data with fewer "
     "classes",
-    "--model their_models:wrong": "model 'their_models:wrong' failed in its forward pass: RuntimeError: mat1 and mat2 "
-    "shapes cannot be multiplied (2x784 and 7x10)",
-    "--model their_models:Breaks": "model 'their_models:Breaks' failed in its forward pass: RuntimeError: mat1 and "
-    "mat2 shapes cannot be multiplied (1x1568 and 784x10) (their_models.py:26)",
+    "--model their_models:wrong": "model 'their_models:wrong' failed in its forward pass: RuntimeError: "
+    f"{torchs_words((2, 784), (7, 10))}",
+    "--model their_models:Breaks": "model 'their_models:Breaks' failed in its forward pass: RuntimeError: "
+    f"{torchs_words((1, 1568), (784, 10))} (their_models.py:26)",
     "--model their_models:Detached": "the loss of model 'their_models:Detached' depends on none of its parameters, so "
     "nothing can be learned; look for `detach`, `no_grad` or `.item()` in its forward pass",
     "--model their_models:Pair": "the model (Pair) returns a tuple of 2, of which classification takes one; say which: "
