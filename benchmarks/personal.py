@@ -3,8 +3,8 @@
     python benchmarks/personal.py
 
 FedBN clients after one round, each with 10 to 50 test images of its own. On a CPU it is CPU time, since cores may have
-other work; the two take turns, and medians are shown. Beside it the operators that torch is asked for, most of which are
-a launch on a GPU. Writes benchmarks/results/personal_DEVICE.json.
+other work; the two take turns, and medians are shown. Beside it the operators that torch is asked for, most of them a
+launch on a GPU. Writes benchmarks/results/personal_DEVICE.json.
 """
 
 from __future__ import annotations
