@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn import functional, grad
 
 from fednorm.core import rng
+from fednorm.core.optimizers import AdamUpdate
 from fednorm.data.augment import apply, draws, parse, sizes
 from fednorm.engines.stack.gather import _CODES
 from fednorm.engines.stack.kernels import conv, elements, group_norm, norm
+from fednorm.engines.stack.kernels.adam import run_adam
 from fednorm.engines.stack.kernels.images import take_images
 from fednorm.engines.stack.kernels.ops import channels_last, channels_second
 from fednorm.engines.stack.kernels.tiles import conv_tile
@@ -229,6 +231,26 @@ def check_sgd(sizes: tuple[int, ...], momentum: bool, in_place: bool) -> None:
         close(new[1], step, 1e-5)
 
 
+def check_adam(sizes: tuple[int, ...], update: AdamUpdate, in_place: bool) -> None:
+    """Two steps: of a client with fresh moments, of one with some, and of one whose count is a mean of others."""
+    clients, numbers = 3, sum(sizes)
+    begun = torch.tensor([[0.0], [3.0], [7.5]], device=DEVICE)
+    value, first, second = (apart(torch.randn(clients, numbers, device=DEVICE)) for _ in range(3))
+    old = value, apart(begun.sign() * first), apart(begun.sign() * second.square()), apart(begun.expand(-1, numbers))
+    lr, decay = (torch.rand(clients, device=DEVICE) for _ in range(2))
+    wanted = dict(zip(("value", "exp_avg", "exp_avg_sq", "step"), (each.double() for each in old), strict=True))
+    for _ in range(2):
+        grads = [torch.randn(clients, size, device=DEVICE) for size in sizes]
+        rates = {"lr": lr[:, None].double(), "weight_decay": decay[:, None].double()}
+        moved, held = update(wanted.pop("value"), torch.cat(grads, 1).double(), wanted, rates)
+        wanted = {"value": moved, **held}
+        new = old if in_place else tuple(apart(torch.zeros_like(each)) for each in old)
+        run_adam(old, grads, new, lr, decay, update)
+        for got, exact in zip(new, wanted.values(), strict=True):
+            close(got, exact.float(), 1e-4)  # in single precision 1 - 0.999 is that far off
+        old = new
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -265,6 +287,9 @@ def main() -> None:
     for momentum in (False, True):
         check_sgd((5, 1, 7), momentum, in_place=True)
         check_sgd((3, 70_000, 4, 2), momentum, in_place=False)
+    for update in (AdamUpdate(), AdamUpdate(0.8, 0.99, 1e-3, decoupled=True)):
+        check_adam((5, 1, 7), update, in_place=True)
+        check_adam((3, 70_000, 4, 2), update, in_place=False)
     print("equal")
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tiny
+from fednorm.core.method import Numbers
+from fednorm.core.optim import Optimizer
 from fednorm.core.state import Tree
 from fednorm.engines.stack.device_stack import DeviceStack
 from fednorm.engines.stack.kernels.layers import use_kernels
@@ -19,6 +22,7 @@ from fednorm.errors import ConfigError, DivergedError
 from fednorm.methods import known_methods
 from fednorm.running.run import Run
 from fednorm.running.store import Store
+from test_fusion import operators
 from test_stacked import PAIRS, assert_same_clients, gap
 
 
@@ -166,14 +170,58 @@ def test_rounds_in_flight_are_committed_whole_when_a_run_stops() -> None:
     assert resumed.round == 2
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_steps_move_the_clients_in_place(momentum: float) -> None:
-    """Nothing is copied back after a step; the numbers are those of the tests above, which play the same programs."""
-    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 1, "train__local_steps": 3, "train__momentum": momentum}
-    run = on_device("fedavg", **changes)
+SGD_MOVES = {"params", "optimizer:momentum"}
+ADAM_MOVES = {"params", "optimizer:exp_avg", "optimizer:exp_avg_sq", "optimizer:step"}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedbn+local-momentum", "fedavg+local-momentum", "silobn"])
+@pytest.mark.parametrize(
+    ("optimizer", "momentum", "update", "moved"),
+    [
+        ("sgd", 0.0, "sgd", {"params"}),
+        ("sgd", 0.9, "sgd", SGD_MOVES),
+        ("adam", 0.9, "adam", ADAM_MOVES),
+        ("adamw", 0.9, "adam", ADAM_MOVES),
+    ],
+)
+def test_a_step_moves_all_clients_in_place_by_one_operator(
+    method: str, optimizer: str, momentum: float, update: str, moved: set[str]
+) -> None:
+    """Whoever has the parameters and their buffers: nothing is laid out anew before it, or copied back behind it."""
+    if "momentum" in method and not momentum:
+        pytest.skip("without momentum there is none to keep")
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 2, "train__local_steps": 3, "train__momentum": momentum}
+    changes |= {"train__optimizer": optimizer, "train__lr": 0.02, "eval__every": 2}
+    run = on_device(method, **changes)
     (exchange,) = stack_of(run)._programs.values()
-    kinds = {key.partition(":")[0] for key in exchange._programs["step"]._in_place}
-    assert kinds == ({"params", "optimizer"} if momentum else {"params"})
+    step = exchange._programs["step"]
+    assert {key.removesuffix(".torch.float64").removesuffix(":torch.float64") for key in step._in_place} == moved
+    found = operators(step._function)
+    assert {name: found[name] for name in found if "adam" in name or "sgd" in name} == {
+        f"fednorm.{update}_in_place.default": 1
+    }
+    (node,) = (node for node in step._function.graph.nodes if str(node.target) == f"fednorm.{update}_in_place.default")
+    for read in (node.args[0], *node.args[2 : 1 + len(moved)]):
+        assert read.op == "placeholder" or (str(read.target), read.args[0].op) == ("aten.slice.Tensor", "placeholder")
+    reference = tiny.play(tiny.plan(method, engine__name="sequential", **changes))
+    assert gap(reference, run) < 1e-10
+    assert_same_clients(reference, run)
+
+
+def test_an_optimizer_of_a_users_own_is_not_taken_for_ours_by_its_name() -> None:
+    """It is called sgd, but goes by signs."""
+
+    def signs(value: Tensor, grad: Tensor, buffers: Tree, numbers: Numbers) -> tuple[Tensor, Tree]:
+        return value - numbers["lr"] * grad.sign(), buffers
+
+    own = Optimizer(signs, name="sgd")
+    changes = {"data": tiny.federation((8, 8, 8)), "rounds": 2, "train__local_steps": 3, "train__momentum": 0.0}
+    plans = [tiny.plan(engine__name=engine, **changes) for engine in ("sequential", "stacked")]
+    reference, stayed = (tiny.play(replace(each, optimizer=own)) for each in plans)
+    assert gap(reference, stayed) < 1e-10
+    (exchange,) = stack_of(stayed)._programs.values()
+    assert not any("sgd" in name for name in operators(exchange._programs["step"]._function))
+    assert gap(tiny.play(plans[0]), reference) > 1e-2
 
 
 VIEWS = {

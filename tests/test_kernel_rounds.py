@@ -29,6 +29,7 @@ KERNELS = (
     ("run_dropout", "run_max_pool", "run_thin", "run_relu_grad", "run_fold", "run_sgd"),
     ("take_images",),
     ("run_group_norm", "run_group_norm_grad"),
+    ("run_adam",),
 )
 ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd"}
 
@@ -36,7 +37,7 @@ ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd"}
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel was launched."""
-    from fednorm.engines.stack.kernels import conv, elements, group_norm, images, norm
+    from fednorm.engines.stack.kernels import adam, conv, elements, group_norm, images, norm
 
     counts: Counter[str] = Counter()
 
@@ -47,7 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return count
 
-    for module, names in zip((conv, norm, elements, images, group_norm), KERNELS, strict=True):
+    for module, names in zip((conv, norm, elements, images, group_norm, adam), KERNELS, strict=True):
         for name in names:
             monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})
@@ -132,6 +133,17 @@ def test_rounds_through_the_kernels_equal_the_reference(
     reference, run = both(make(), method, train__local_steps=steps)
     assert gap(reference, run) < 2e-4
     assert launched.keys() >= ALWAYS | own
+
+
+@pytest.mark.parametrize("optimizer", ["adam(eps=1e-3)", "adamw(eps=1e-3)"])
+def test_adam_through_its_kernel_equals_the_reference(optimizer: str, launched: Counter[str]) -> None:
+    """An eps that large, because a gradient of zero up to rounding would be a whole step otherwise."""
+    torch.manual_seed(0)
+    changes = {"train__local_steps": 3, "train__optimizer": optimizer, "train__lr": 0.005}
+    reference, run = both(residual(), "fedbn", **changes)
+    assert gap(reference, run) < 2e-4
+    assert launched.keys() >= ALWAYS - {"run_sgd"} | NORMS | {"run_adam"}
+    assert not launched["run_sgd"]
 
 
 def test_unequal_work_through_the_kernels_equals_the_reference(launched: Counter[str]) -> None:

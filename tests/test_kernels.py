@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
+from fednorm.core.optimizers import AdamUpdate
 from fednorm.core.state import entries
+from fednorm.engines.stack.kernels import adam_ops as adam_ops  # makes the operator known to torch
+from fednorm.engines.stack.kernels import ops
 from fednorm.engines.stack.kernels.layers import StackBatchNorm2d, StackConv2d, StackLinear, use_kernels
 from fednorm.layers.keyed import KeyedDropout, number_keyed_layers
 from fednorm.layers.ws_conv import WSConv2d
@@ -150,6 +153,29 @@ def test_narrow_convolutions_hand_other_layers_their_own_type() -> None:
     assert losses.dtype == torch.float32
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
     assert all(bool(grad.isfinite().all()) for grad in grads.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adam_of_a_stack_is_that_of_each_client(decoupled: bool, dtype: torch.dtype) -> None:
+    """To the bit, where the operator is its reference; each client has its own rate, decay and count of steps."""
+    draw = torch.Generator().manual_seed(0)
+    value, grad, first, second = torch.randn(4, CLIENTS, 37, generator=draw, dtype=dtype)
+    count, lr, decay = torch.rand(3, CLIENTS, generator=draw, dtype=dtype)
+    held = {"exp_avg": first, "exp_avg_sq": second.square(), "step": (10 * count).round()[:, None].repeat(1, 37)}
+    update = AdamUpdate(0.8, 0.99, 1e-6, decoupled)
+    options = (update.beta1, update.beta2, update.eps, decoupled)
+    moved = torch.ops.fednorm.adam(value, list(grad.split([30, 7], 1)), *held.values(), lr, decay, *options)
+    kernel = ops.kernels_fit(value)
+    for row in range(CLIENTS):
+        own = {name: each[row] for name, each in held.items()}
+        wanted, kept = update(value[row], grad[row], own, {"lr": lr[row], "weight_decay": decay[row]})
+        for got, exact in zip(moved, (wanted, *kept.values()), strict=True):
+            same = torch.allclose(got[row], exact, rtol=1e-5) if kernel else torch.equal(got[row], exact)
+            assert same
+    again = [value, *(each.clone() for each in held.values())]
+    torch.ops.fednorm.adam_in_place(again[0], [grad], *again[1:], lr, decay, *options)
+    assert all(torch.equal(old, new) for old, new in zip(again, moved, strict=True))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

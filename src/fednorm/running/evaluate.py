@@ -18,6 +18,7 @@ from torch import Tensor
 from fednorm.core import rng
 from fednorm.core.state import Kind, Tree
 from fednorm.core.task import AnyTask
+from fednorm.engines.stack.scores import StackScorer
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.running.plan import Plan
 from fednorm.running.records import MetricFacts
@@ -26,6 +27,8 @@ from fednorm.scoring.averages import averaged_local
 from fednorm.scoring.scores import Adapt, AnyExamples
 
 Scores = dict[str, dict[str, Any]]
+StateOf = Callable[[int], Tree]
+"""The state of a client's own model."""
 
 
 def scored(plan: Plan, clients: Sequence[int]) -> tuple[Sequence[int], dict[str, str]]:
@@ -46,6 +49,17 @@ def averaged(plan: Plan, phase: PreparedPhase, store: Store, clients: Collection
 def client_model(plan: Plan, phase: PreparedPhase, server: Tree, store: Store, client: int, fallback: Tree) -> Tree:
     """A client's own model: shared entries from the server, its local ones, or the fallback if it has none."""
     return phase.start(server, store.get(client).tree or fallback, plan.device)
+
+
+def client_states(phase: PreparedPhase, server: Tree, store: Store, newcomer: Tree, device: torch.device) -> StateOf:
+    """`client_model` of many clients: what they have in common are the same tensors, their own are where they lie."""
+    common = phase.start(server, {}, device)
+
+    def state(client: int) -> Tree:
+        mine = store.get(client).tree
+        return {**common, **{key: mine[key] for key in phase.kept if key in mine}} if mine else newcomer
+
+    return state
 
 
 def newcomer_model(plan: Plan, phase: PreparedPhase, given: Tree, client: int) -> Tree:
@@ -108,9 +122,17 @@ def over_clients(task: AnyTask, each: Mapping[int, Mapping[str, Any]]) -> dict[s
 
 
 def evaluate(
-    plan: Plan, phase: PreparedPhase, server: Tree, store: Store, clients: Collection[int] | None = None
+    plan: Plan,
+    phase: PreparedPhase,
+    server: Tree,
+    store: Store,
+    clients: Collection[int] | None = None,
+    stack: StackScorer | None = None,
 ) -> Scores:
-    """All protocols that apply to the method and the data; local state is averaged over these clients, or over all."""
+    """All protocols that apply to the method and the data; local state is averaged over these clients, or over all.
+
+    With a `stack`, models of clients are tested many at once.
+    """
     federation = plan.federation
     test = federation.tests
     average = averaged(plan, phase, store, clients)
@@ -121,13 +143,14 @@ def evaluate(
     def personal_model(client: int) -> Tree:
         return client_model(plan, phase, server, store, client, average)
 
-    model_of = personal_model if personal else None
+    of_stack = client_states(phase, server, store, newcomer, plan.device) if stack else None
+    model_of = (of_stack or personal_model) if personal else None
 
     def mean_over(
         clients: Sequence[int],
         pool: AnyExamples,
         rows: Sequence[Tensor],
-        model: Callable[[int], Tree] | None,
+        model: StateOf | None,
         note: dict[str, str],
         adapt: Adapt | None = None,
     ) -> dict[str, Any]:
@@ -135,6 +158,8 @@ def evaluate(
         own = {client: some for client, some in zip(clients, rows, strict=True) if len(some)}
         if model is None and adapt is None:
             sums = plan.scorer.groups(newcomer, pool, list(own.values()))
+        elif stack and model and adapt is None:
+            sums = stack.each(model, pool, own)
         else:
             states = ((newcomer if model is None else model(client), some) for client, some in own.items())
             sums = [plan.scorer.rows(state, pool, some, adapt) for state, some in states]

@@ -56,7 +56,7 @@ class Scorer:
         for output, y in self._outputs(state, pool, rows, adapt):
             for name, value in self.task.score(output, y).items():
                 total[name] = total[name] + value if name in total else value
-        return _on_host([total])[0]
+        return on_host([total])[0]
 
     def groups(self, state: Tree, pool: AnyExamples, groups: Sequence[Tensor]) -> list[Sums]:
         """`rows` for each of many groups of rows; a row goes through the model once, whoever has it."""
@@ -69,7 +69,7 @@ class Scorer:
         outputs, labels = (torch.cat(parts) for parts in zip(*kept, strict=True))
         index = torch.empty(int(rows[-1]) + 1, dtype=torch.int64).index_copy_(0, rows, torch.arange(len(rows)))
         each = (index[group].to(labels.device) for group in groups)
-        return _on_host([self.task.score(outputs[at], labels[at]) for at in each])
+        return on_host([self.task.score(outputs[at], labels[at]) for at in each])
 
     def _outputs(
         self, state: Tree, pool: AnyExamples, rows: Tensor | None, adapt: Adapt | None
@@ -106,7 +106,7 @@ def _parts(x: Tensor, y: Tensor, rows: Tensor | None, size: int) -> Iterator[tup
         yield x[part], y[part]
 
 
-def _on_host(totals: Sequence[Sums]) -> list[Sums]:
+def on_host(totals: Sequence[Sums]) -> list[Sums]:
     """Sums as numbers of the host; all of a name at once, since each question to a GPU costs more than its answer."""
     names = list(totals[0])
     columns = [torch.stack([total[name] for total in totals]).cpu().unbind() for name in names]

@@ -10,6 +10,7 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fednorm.engines.stack.kernels import adam_ops as adam_ops  # makes the operator known to torch
 from fednorm.engines.stack.rewrites import copies, layouts, narrow, neighbours, shortcuts
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
@@ -38,6 +39,7 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_own.conv.default, neighbours.take_in_bias_and_relu),
     (_aten.threshold_backward.default, neighbours.take_in_bias_grad),
     (_own.sgd.default, neighbours.take_in_parts),
+    (_own.adam.default, neighbours.take_in_parts),
     (_own.norm.default, neighbours.take_in_residual_and_relu),
     (_own.norm.default, neighbours.share_moments),
     (_own.group_norm.default, neighbours.take_in_residual_and_relu),

@@ -10,14 +10,20 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_unflatten
 
 from fednorm.core.state import Tree
-from fednorm.engines.stack.kernels import element_ops as element_ops  # makes the operators known to torch
+from fednorm.engines.stack.kernels import adam_ops as adam_ops  # makes the operators known to torch
+from fednorm.engines.stack.kernels import element_ops as element_ops
 from fednorm.engines.stack.rewrites.nodes import may_be_view
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
+_UPDATES: dict[Any, tuple[Any, tuple[tuple[int, int], ...]]] = {
+    _own.sgd.default: (_own.sgd_in_place.default, ((0, 0), (2, 1))),
+    _own.adam.default: (_own.adam_in_place.default, ((0, 0), (2, 1), (3, 2), (4, 3))),
+}
+"""By the operator of an update: the same in place, and (argument, place among what is returned) of all it moves."""
 
 
 def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
-    """Let SGD write over the entries of the state it moves, where nothing reads the old ones later; returns them.
+    """Let an optimizer write over the entries it moves, where nothing reads the old ones later; returns them.
 
     Such an entry is its own new value, which need not be put back.
     """
@@ -26,15 +32,15 @@ def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
     output = next(node for node in graph.nodes if node.op == "output")
     new: dict[str, Any] = tree_unflatten(output.args[0], traced._out_spec)[0]  # type: ignore[arg-type]
     written: set[str] = set()
-    for update in [node for node in graph.nodes if node.target is _own.sgd.default]:
-        # (what the update reads, what it returns): the values, and the velocities where there is momentum
-        pairs = [(update.args[0], 0)] + [(update.args[2], 1)] * (update.args[2] is not None)
+    for update in [node for node in graph.nodes if node.target in _UPDATES]:
+        in_place, moves = _UPDATES[update.target]
+        pairs = [(update.args[read], place) for read, place in moves if update.args[read] is not None]
         keys = [_key_of(update, place, _whole(source), entries, new) for source, place in pairs]
         found = [key for key in keys if key is not None]
         if len(found) < len(keys) or any(_read_after(update, entries[key]) for key in found):
             continue
         with graph.inserting_before(update):
-            graph.call_function(_own.sgd_in_place.default, update.args)
+            graph.call_function(in_place, update.args)
         for key in found:
             moved = new[key]
             moved.replace_all_uses_with(entries[key])

@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from fednorm.core.optim import Joined
+from fednorm.core.optim import Joined, buffer_key
 from fednorm.core.reductions import merging
 from fednorm.core.report import LOSSES, Reports
 from fednorm.core.state import Policy, Tree
@@ -102,7 +103,9 @@ class PhaseProgram:
             "losses": torch.zeros(steps, rows, dtype=torch.float64, device=sites.device),
             "log": torch.zeros(log_rows, width, rows, dtype=torch.float64, device=sites.device),
         }
-        self._stacks = {part: self._layout(part) for part in CARRIED}
+        self._stacks: dict[str, RowMatrix] = {}
+        for part in CARRIED:
+            self._stacks[part] = self._layout(part)
         for part, flats in self._start_flats(self._state).items():
             self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
         self._own |= named("signed", self._signed())
@@ -202,7 +205,12 @@ class PhaseProgram:
         # Entries of an odd size come last, so that the others begin at addresses that kernels can read quickly.
         keys = [key for key, own in self._pass.parts.items() if own == part]
         keys.sort(key=lambda key: (self._source(key), self.schema[key][0].size % ALIGNMENT != 0))
-        return RowMatrix({key: self.schema[key][0] for key in keys}, self._layouts["server"].channels_last)
+        if part == "optimizer":
+            # As the parameters they belong to, wherever either comes from, so that an update is one pass over both.
+            names, trained = self.sites.optimizer.buffers, self._stacks["params"].shapes
+            keys = [buffer for name in names for key in trained if (buffer := buffer_key(name, key)) in self.schema]
+        entries = {key: self.schema[key][0] for key in keys}
+        return RowMatrix(entries, self._layouts["server"].channels_last, by_part=part == "optimizer")
 
     def _source(self, key: str) -> Source:
         return source_of(key, self.schema[key][1], self._layouts["server"].shapes)
@@ -218,12 +226,13 @@ class PhaseProgram:
 
         def join(keys: list[str]) -> Tensor:
             parts: list[Tensor] = []
-            for source, found in rows.items():
-                if group := [found[key] for key in keys if self._source(key) is source]:
-                    parts.append(torch.cat(group, 1).expand(self.rows, -1))
-            if blank := [self.schema[key][0] for key in keys if self._source(key) is Source.ZEROS]:
-                width = sum(entry.size for entry in blank)
-                parts.append(torch.zeros(self.rows, width, dtype=blank[0].dtype, device=self.sites.device))
+            for source, group in groupby(keys, self._source):
+                if source is Source.ZEROS:
+                    blank = [self.schema[key][0] for key in group]
+                    width = sum(entry.size for entry in blank)
+                    parts.append(torch.zeros(self.rows, width, dtype=blank[0].dtype, device=self.sites.device))
+                else:
+                    parts.append(torch.cat([rows[source][key] for key in group], 1).expand(self.rows, -1))
             if len(parts) == 1:
                 return parts[0]
             # Rows that begin at aligned addresses, as `aligned` makes them, for kernels that read them at once.

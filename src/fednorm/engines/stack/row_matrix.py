@@ -13,18 +13,22 @@ from fednorm.core.state import Entry, Tree
 ALIGNMENT = 16
 """Numbers from the begin of one row to the begin of the next are a multiple of this."""
 Flats = dict[str, Tensor]
-"""One matrix for each type of number, by its name."""
+"""One matrix for each type of number, by its name; of an optimizer's buffers, one for each kind of them as well."""
 
 
 class RowMatrix:
-    """Where each entry lies; with `channels_last`, filters as (out, height, width, in), as the kernels read them."""
+    """Where each entry lies; with `channels_last`, filters as (out, height, width, in), as the kernels read them.
 
-    def __init__(self, entries: Mapping[str, Entry], channels_last: bool) -> None:
+    With `by_part`, entries of one part (all velocities, all first moments) have a matrix of their own.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], channels_last: bool, by_part: bool = False) -> None:
         self.channels_last = channels_last
         self.keys: dict[str, list[str]] = {}
         self.shapes = {key: entry.shape for key, entry in entries.items()}
         for key, entry in entries.items():
-            self.keys.setdefault(str(entry.dtype), []).append(key)
+            name = f"{entry.part}.{entry.dtype}" if by_part else str(entry.dtype)
+            self.keys.setdefault(name, []).append(key)
 
     def pack(self, tree: Tree) -> Flats:
         """The matrices of a tree whose tensors have a leading axis."""

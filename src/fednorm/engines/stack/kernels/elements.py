@@ -209,7 +209,7 @@ def run_sgd(
 ) -> None:  # fmt: skip
     """Write values (client, number) and velocities after a step; `new` may be `old`. The gradients lie side by side."""
     first = 0
-    for grad in _joined_small(grads):
+    for grad in joined_small(grads):
         numbers = grad.shape[1]
         value, fresh = (pair[0][:, first : first + numbers] for pair in (old, new))
         velocity, moved = (value if pair[1] is None else pair[1][:, first : first + numbers] for pair in (old, new))
@@ -221,7 +221,8 @@ def run_sgd(
         first += numbers
 
 
-def _joined_small(grads: list[Tensor]) -> list[Tensor]:
+def joined_small(grads: list[Tensor]) -> list[Tensor]:
+    """Gradients side by side, small neighbours as one."""
     groups: list[list[Tensor]] = []
     for grad in grads:
         if groups and max(grad.shape[1], groups[-1][-1].shape[1]) < _ALONE:

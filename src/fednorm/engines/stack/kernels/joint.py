@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from fednorm.core.optim import Optimizer
-from fednorm.core.optimizers import sgd_update
+from fednorm.core.optimizers import AdamUpdate, sgd_update
 from fednorm.core.reductions import Cohort
 from fednorm.core.state import Tree
-from fednorm.engines.stack.kernels import element_ops
+from fednorm.engines.stack.kernels import adam_ops, element_ops
 from fednorm.engines.stack.kernels.mapped import stacked
 
 if TYPE_CHECKING:
@@ -45,6 +45,22 @@ class _Sgd(_OverStack):
         return (new, moved), (0, None if velocity is None else 0)
 
 
+class _Adam(_OverStack):
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        value, grad, *alone = (each.unsqueeze(0) for each in args[:_ADAM_TENSORS])
+        return tuple(each[0] for each in adam_ops.adam(value, [grad], *alone, *args[_ADAM_TENSORS:]))
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> Any:
+        value, grad, *others = stacked(info, dims, *args[:_ADAM_TENSORS])
+        return adam_ops.adam(value, [grad], *others, *args[_ADAM_TENSORS:]), (0,) * 4
+
+
+_ADAM_TENSORS = 7
+"""Arguments of Adam's operator that have a row for each client; behind them come its constants."""
+
+
 class _Fold(_OverStack):
     @staticmethod
     def forward(stack: Tensor, weights: Tensor) -> Tensor:
@@ -56,14 +72,35 @@ class _Fold(_OverStack):
 
 
 def on_stack(optimizer: Optimizer) -> Optimizer:
-    """The optimizer with its update of a vector as one operator over the stack, where there is one."""
-    return replace(optimizer, update=_sgd_of_vector) if optimizer.update == sgd_update else optimizer
+    """The optimizer with its update of a vector as one operator over the stack, where there is one.
+
+    What the update is decides, not what the optimizer is called.
+    """
+    if optimizer.update == sgd_update:
+        return replace(optimizer, update=_sgd_of_vector)
+    if type(optimizer.update) is AdamUpdate:  # not one that inherits from it, and may do something else
+        return replace(optimizer, update=_AdamOfVector(cast(AdamUpdate, optimizer.update)))
+    return optimizer
 
 
 def _sgd_of_vector(value: Tensor, grad: Tensor, buffers: Tree, numbers: Numbers) -> tuple[Tensor, Tree]:
     rates = (cast(Tensor, numbers[name]) for name in ("lr", "momentum", "weight_decay"))
     new, moved = cast(Any, _Sgd.apply(value, grad, buffers.get("momentum"), *rates))
     return new, {"momentum": moved} if buffers else {}
+
+
+@dataclass(frozen=True)
+class _AdamOfVector:
+    update: AdamUpdate
+
+    def __call__(self, value: Tensor, grad: Tensor, buffers: Tree, numbers: Numbers) -> tuple[Tensor, Tree]:
+        rates = (cast(Tensor, numbers[name]) for name in ("lr", "weight_decay"))
+        constants = self.update.beta1, self.update.beta2, self.update.eps, self.update.decoupled
+        new, *kept = cast(Any, _Adam.apply(value, grad, *(buffers[name] for name in _ADAM), *rates, *constants))
+        return new, dict(zip(_ADAM, kept, strict=True))
+
+
+_ADAM = ("exp_avg", "exp_avg_sq", "step")
 
 
 class StackCohort(Cohort):
