@@ -116,7 +116,7 @@ def are_near(lengths: Sequence[Sequence[float]], model: Length, factor: float | 
         return True
     for each, norm, bound in zip(lengths, model, _factors(factor), strict=True):
         limit = bound * _usual(each, norm)
-        if not all([length <= limit for length in each]):  # a list is quicker than a generator
+        if not all(length <= limit for length in each):
             return False
     return True
 
