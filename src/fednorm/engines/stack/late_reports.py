@@ -37,12 +37,13 @@ class LateReports(Awaited):
 
     def settle(self) -> list[list[float]]:
         """Read the numbers, now."""
-        if self._columns is None:
+        columns = self._columns
+        if columns is None:
             program, slot, row, _ = self._at
             first = row * program.clients
             log = (self._log or program.log()).read()
-            self._columns = log[slot, :, first : first + program.clients].tolist()
-        return self._columns
+            columns = self._columns = log[slot, :, first : first + program.clients].tolist()
+        return columns
 
     def losses(self, name: str) -> list[tuple[int, float]]:
         examples = self._at[3].batches.num_examples
