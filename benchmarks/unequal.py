@@ -44,7 +44,13 @@ def timed(shares: Sequence[int], rounds: int, device: torch.device, precision: s
     started = time.perf_counter()
     at = [time.perf_counter() - started for _ in islice(run.rounds(), rounds)]
     seconds = steady_seconds(at[WARM_UP], at[WARM_UP + 1 :])
-    return {"images": sum(shares), **_steps(shares), "seconds_to_first_row": at[0], "seconds_a_round": seconds, "rows_at": at}
+    return {
+        "images": sum(shares),
+        **_steps(shares),
+        "seconds_to_first_row": at[0],
+        "seconds_a_round": seconds,
+        "rows_at": at,
+    }
 
 
 def _steps(shares: Sequence[int]) -> dict[str, int]:
