@@ -25,6 +25,7 @@ from fednorm.bench.pools import random_images
 from fednorm.bench.timing import steady_seconds
 from fednorm.data.client_rows import consecutive_rows
 from fednorm.engines.machine import find_device
+from fednorm.engines.stack.timetable import timetable
 from fednorm.files import write_json
 from fednorm.running.plan import make_plan
 from fednorm.running.run import Run
@@ -43,7 +44,19 @@ def timed(shares: Sequence[int], rounds: int, device: torch.device, precision: s
     started = time.perf_counter()
     at = [time.perf_counter() - started for _ in islice(run.rounds(), rounds)]
     seconds = steady_seconds(at[WARM_UP], at[WARM_UP + 1 :])
-    return {"images": sum(shares), "seconds_to_first_row": at[0], "seconds_a_round": seconds, "rows_at": at}
+    return {
+        "images": sum(shares),
+        **_steps(shares),
+        "seconds_to_first_row": at[0],
+        "seconds_a_round": seconds,
+        "rows_at": at,
+    }
+
+
+def _steps(shares: Sequence[int]) -> dict[str, int]:
+    """How many steps an epoch is, and how many of them differ in their clients or the size of their batches."""
+    launches = timetable([[BATCH] * (own // BATCH) + [own % BATCH] * (own % BATCH > 0) for own in shares], BATCH)
+    return {"steps": len(launches), "kinds_of_steps": len({(each.width, each.size) for each in launches})}
 
 
 def main() -> None:
@@ -68,7 +81,8 @@ def main() -> None:
         seconds = found["seconds_a_round"]
         told = f"{seconds:.3f} s a round" if seconds else "no steady rounds"
         first = found["seconds_to_first_row"]
-        print(f"{name:8} {found['images']:8} images  first row {first:6.1f} s  {told}", flush=True)
+        steps = f"{found['steps']} steps of {found['kinds_of_steps']} kinds"
+        print(f"{name:8} {found['images']:8} images, {steps}  first row {first:6.1f} s  {told}", flush=True)
     out = options.out or Path(__file__).parent / "results" / f"unequal_{device.type}.json"
     write_json(out, result, indent=1)
     print(out)

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fednorm.engines.stack.compiled import compiled, repays
-from fednorm.engines.stack.fusion import fuse, trace
+from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.row_matrix import aligned
+from fednorm.engines.stack.tracing import trace
 
 
 def operators(traced: torch.fx.GraphModule) -> Counter[str]:

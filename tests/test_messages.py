@@ -11,11 +11,12 @@ import torch
 
 import tiny
 from fednorm.engines.stack.device_stack import DeviceStack
-from fednorm.engines.stack.fusion import fuse, trace
+from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.messages import Assignment, Messages
 from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.engines.stack.row_matrix import ALIGNMENT
+from fednorm.engines.stack.tracing import trace
 from fednorm.running.in_step import play_round
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run

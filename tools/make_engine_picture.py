@@ -103,7 +103,7 @@ def draw_stack(sheet: Sheet) -> None:
         (84, 69.2), "a convolution or batch norm of the stack is one\noperator: reference in torch, kernel in Triton"
     )
     sheet.arrow((71, 64.6), (71, 60.4))
-    sheet.say((72.5, 62.4), "traced (make_fx), fused, captured as a CUDA graph", color=GREY)
+    sheet.say((72.5, 62.4), "traced, fused, captured as a CUDA graph", color=GREY)
 
 
 def draw_round(sheet: Sheet) -> None:

@@ -166,7 +166,8 @@ def play(engine: str, expression: str, participation: str, folder: Path) -> Foun
     else:
         found = read_folder(folder) if is_first_rank() else {}
     # An engine that falls back on another says so; one that is slow on a busy machine does too, which means nothing.
-    lines = [line for line in said.getvalue().splitlines() if " engine: " in line and " made ready in " not in line]
+    engines = [line for line in said.getvalue().splitlines() if " engine: " in line]
+    lines = [line for line in engines if not any(told in line for told in (" making ready: ", " made ready in "))]
     return {**found, **{f"line {number} on stderr": line for number, line in enumerate(lines)}}
 
 

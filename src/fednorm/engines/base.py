@@ -89,6 +89,10 @@ class Awaited(Sequence[Report], ABC):
         """Let the reports come to the host, where they are read later."""
 
     @abstractmethod
+    def losses(self, name: str) -> list[tuple[int, float]]:
+        """How many examples each client has, and one of the means of its training loss."""
+
+    @abstractmethod
     def flaws(self, norm_factor: float | None) -> dict[int, str]:
         """Clients with numbers that cannot be used, and why."""
 

@@ -31,6 +31,9 @@ class Agreed:
     _phases: dict[PhaseId, PreparedPhase] = field(
         init=False, repr=False, compare=False, default_factory=dict[PhaseId, PreparedPhase]
     )
+    _numbers: dict[PhaseId, tuple[int, dict[str, float]]] = field(
+        init=False, repr=False, compare=False, default_factory=dict[PhaseId, tuple[int, dict[str, float]]]
+    )
 
     @property
     def method(self) -> Method:
@@ -63,6 +66,12 @@ class Agreed:
 
     def numbers(self, id: PhaseId, round: int) -> dict[str, float]:
         """The numbers of a client's steps in a round."""
+        known = self._numbers.get(id)
+        if known is None or known[0] != round:  # a round asks twice, once for its row and once for its clients
+            known = self._numbers[id] = round, self._numbers_of(id, round)
+        return dict(known[1])
+
+    def _numbers_of(self, id: PhaseId, round: int) -> dict[str, float]:
         work = self.work
         lr = work.lr * lr_factor(work.schedule, round, work.rounds)
         if work.warmup:

@@ -94,8 +94,7 @@ def too_far(moved: Mapping[int, Moved], model: Length, factor: float | None) -> 
     if not factor or len(moved) < 2:
         return refused
     for group, (norm, bound) in enumerate(zip(model, _factors(factor), strict=True)):
-        lengths = sorted(each.distance[group] for each in moved.values())
-        usual = max(lengths[(len(lengths) - 1) // 2], LEAST_SHARE * norm)
+        usual = _usual([each.distance[group] for each in moved.values()], norm)
         for client, each in moved.items():
             # Not finite: good numbers, too large to be squared. Among zeros there is no measure.
             if usual and not each.distance[group] <= bound * usual:
@@ -103,6 +102,28 @@ def too_far(moved: Mapping[int, Moved], model: Length, factor: float | None) -> 
                 times = f"{each.distance[group] / usual:.3g} times as far as the median client"
                 refused.setdefault(client, f"{what} moved {times}; norm_factor={factor:g} allows less")
     return refused
+
+
+def are_near(lengths: Sequence[Sequence[float]], model: Length, factor: float | None) -> bool:
+    """Whether surely none of some clients moved too far, by their distances in each group: soon said, unlike who did.
+
+    >>> are_near([[1.0, 2.0], [0.0, 0.0]], Length(10.0, 1.0), 1000.0)
+    True
+    >>> are_near([[1.0, float("nan")], [0.0, 0.0]], Length(10.0, 1.0), 1000.0)
+    False
+    """
+    if not factor or len(lengths[0]) < 2:
+        return True
+    for each, norm, bound in zip(lengths, model, _factors(factor), strict=True):
+        limit = bound * _usual(each, norm)
+        if not all(length <= limit for length in each):
+            return False
+    return True
+
+
+def _usual(lengths: Sequence[float], norm: float) -> float:
+    """How far the median client moved, or the share of the model's norm that it counts as at least."""
+    return max(sorted(lengths)[(len(lengths) - 1) // 2], LEAST_SHARE * norm)
 
 
 T = TypeVar("T")

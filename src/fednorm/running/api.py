@@ -217,8 +217,7 @@ def _tell_rows(
             if any(wishes):
                 run.stop_early()
             signalled = max(signals)
-            going = [each for each in runs if not each.over and each not in errors]
-            if signalled and going:
+            if signalled and (going := [each for each in runs if not each.over and each not in errors]):
                 for each in going:
                     each.stop()
                 return told, errors, signalled

@@ -103,14 +103,15 @@ class RunFolder:
     @contextmanager
     def metrics_open(self, rows: Iterable[RoundRow]) -> Iterator[Callable[[RoundRow], None]]:
         """Bring metrics.jsonl to exactly the committed rows; yields what adds one more."""
-        with written_whole(self.metrics) as draft, draft.open("w") as file:
+        path = self.metrics
+        with written_whole(path) as draft, draft.open("w") as file:
             file.writelines(_line(row) for row in rows)
-        with disk_errors(self.metrics):
+        with disk_errors(path):
             # Without a buffer: a line that did not fit would be tried again, and fail again, when the file is closed.
-            file = os.fdopen(open_plain(self.metrics, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
+            file = os.fdopen(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
         def add(row: RoundRow) -> None:
-            with disk_errors(self.metrics):
+            with disk_errors(path):
                 _write_all(file, _line(row).encode())
 
         with file:

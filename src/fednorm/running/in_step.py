@@ -30,12 +30,12 @@ def play_in_step(runs: Sequence[Run]) -> Generator[tuple[Run, Row | FednormError
     burst, new, since = 1, 0, time.perf_counter()
     try:
         while active := [run for run in runs if not run.over and run not in failed]:
+            ends = False
             with precision(active[0].plan.config.engine.precision):
-                failed |= play_round(active)
-            new += 1
-            ends = any(run in failed or run.checkpoint_is_set() or not run.is_ahead for run in active)
-            if new < burst and not ends:
-                continue
+                while new < burst and not ends:
+                    failed |= play_round(active)
+                    new += 1
+                    ends = any(run in failed or run.checkpoint_is_set() or not run.is_ahead for run in active)
             ends = ends or any(run.checkpoint_is_due() for run in active)
             for run in active:
                 run.send_reports()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from fednorm.core.report import Report
-from fednorm.engines.base import Engine
+from fednorm.engines.base import Awaited, Engine
 from fednorm.running.how_it_ran import how_it_ran
 from fednorm.running.plan import Plan
 from fednorm.running.records import Ran
@@ -70,8 +70,11 @@ class PlayedRun(ABC):
 
 def losses_of(reports: Sequence[Report]) -> dict[str, float]:
     """The training loss of a row: the mean over its clients, and over their examples."""
-    examples = sum(report.num_examples for report in reports)
+    if isinstance(reports, Awaited):
+        each = reports.losses("all")
+    else:
+        each = [(report.num_examples, report.losses["all"]) for report in reports]
     return {
-        "train_loss": sum(report.losses["all"] for report in reports) / len(reports),
-        "train_loss_weighted": sum(r.num_examples * r.losses["all"] for r in reports) / examples,
+        "train_loss": sum(loss for _, loss in each) / len(each),
+        "train_loss_weighted": sum(examples * loss for examples, loss in each) / sum(examples for examples, _ in each),
     }

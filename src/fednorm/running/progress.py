@@ -61,7 +61,9 @@ class Pace:
 
     def __init__(self, rounds: int, before: Before | None = None) -> None:
         self.rounds = rounds
-        self._seen: dict[RunId, list[float]] = defaultdict(list)
+        self._seen: Counter[RunId] = Counter()
+        self._took: dict[RunId, float] = defaultdict(float)
+        """how many rounds were seen of each run, and their seconds"""
         self._seconds: dict[RunId, dict[int, float]] = defaultdict(dict)
         self._stale: dict[RunId, Counter[str]] = defaultdict(Counter)
         for run, seconds in (before or Before()).seconds.items():
@@ -71,8 +73,9 @@ class Pace:
         """Text such as `4.2 rounds/s, 0:00:09 left`; the pace is today's, whatever machine played the first rounds."""
         seconds = row.get("seconds", 0.0)
         self._seconds[run][row["round"]] = seconds
-        self._seen[run].append(seconds)
-        rate = len(self._seen[run]) / max(sum(self._seen[run]), 1e-9)
+        self._seen[run] += 1
+        self._took[run] += seconds
+        rate = self._seen[run] / max(self._took[run], 1e-9)
         left = round((self.rounds - row["round"]) / rate)
         told = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         if "time" not in row:

@@ -6,7 +6,7 @@ Several runs of the same program share the client axis: client j of run r is row
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -14,16 +14,14 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from fednorm.core.phases import PhaseId
-from fednorm.core.report import LOSSES, Report
 from fednorm.core.state import Entry, Policy, Tree
 from fednorm.data.batches import Batches
-from fednorm.engines.base import MOST_AWAITED, Awaited, stack_trees
-from fednorm.engines.stack.guard import NUM_MOVED, flaws_of_numbers, off_by_norms
+from fednorm.engines.base import MOST_AWAITED, stack_trees
 from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.kernels.tiles import power_of_2
-from fednorm.engines.stack.log_copy import LogCopy
+from fednorm.engines.stack.late_reports import LateReports
 from fednorm.engines.stack.messages import Assignment, Member, Messages, message
-from fednorm.engines.stack.phase_program import FINE, NOT_FINITE, PhaseProgram, named, unnamed
+from fednorm.engines.stack.phase_program import PhaseProgram, named, unnamed
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
 from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix, aligned
 from fednorm.engines.stack.ways import Ways
@@ -47,61 +45,6 @@ class Work(NamedTuple):
     """that all clients take, on batches of one size; None where their work is unequal"""
     size: int
     """of the batches of equal work"""
-
-
-class LateReports(Awaited):
-    """Reports that are read from the device when somebody looks at them."""
-
-    def __init__(self, program: PhaseProgram, slot: int, row: int, task: Assignment, sites: Sites) -> None:
-        self._at = program, slot, row, sites
-        self._log: LogCopy | None = None
-        self._clients = task.clients
-        self._ready: list[Report] | None = None
-        self._health: list[float] = []
-        self._moved: list[list[float]] = []
-
-    def send(self) -> None:
-        """Let the reports come to the host, where they are read later."""
-        self._log = self._log or self._at[0].log()
-
-    def settle(self) -> list[Report]:
-        """The reports, now."""
-        if self._ready is None:
-            program, slot, row, sites = self._at
-            first = row * program.clients
-            log = (self._log or program.log()).read()
-            columns = log[slot, :, first : first + program.clients].tolist()
-            numbers, self._moved, health = columns[: -NUM_MOVED - 1], columns[-NUM_MOVED - 1 : -1], columns[-1]
-            self._ready = [
-                Report(
-                    client=client,
-                    num_examples=sites.batches.num_examples(client),
-                    losses=dict(zip(LOSSES, values, strict=False)),
-                    scalars=dict(zip(program.phase.phase.measures, values[len(LOSSES) :], strict=True)),
-                )
-                for client, values in zip(self._clients, zip(*numbers, strict=True), strict=True)
-            ]
-            self._health = health
-        return self._ready
-
-    def flaws(self, norm_factor: float | None) -> dict[int, str]:
-        """Clients with numbers that cannot be used, and why."""
-        reports = self.settle()
-        found = {
-            client: "its update is not finite" if found == NOT_FINITE else "a variance or counter of it is negative"
-            for client, found in zip(self._clients, self._health, strict=True)
-            if found != FINE
-        }
-        return found or flaws_of_numbers(reports) or off_by_norms(self._clients, self._moved, norm_factor)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.settle()[index]
-
-    def __len__(self) -> int:
-        return len(self._clients)
-
-    def __iter__(self) -> Iterator[Report]:
-        return iter(self.settle())
 
 
 class DeviceStack:

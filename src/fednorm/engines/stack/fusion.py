@@ -1,4 +1,4 @@
-"""A function of tensors as a graph of operators, in which all models look the same, and that graph made shorter."""
+"""A traced program, in which all models look the same, made shorter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fednorm.engines.stack.kernels import adam_ops as adam_ops  # makes the operator known to torch
 from fednorm.engines.stack.rewrites import copies, layouts, narrow, neighbours, shortcuts
@@ -47,20 +45,6 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_own.group_norm_grad.default, neighbours.take_in_relu_grad),
     (_own.conv_input_grad.default, neighbours.take_in_sum),
 )
-
-
-def trace(function: Callable[..., Any], *examples: Any) -> GraphModule:
-    """A function of tensors as a graph of operators without changes in place, for tensors shaped as the examples."""
-    # Fake tensors: nothing runs, so kernels that fusion replaces are not even compiled. The lambda, because make_fx
-    # counts the arguments of what it is given, and miscounts those of methods.
-    fake = make_fx(functionalize(lambda *args: function(*args)), tracing_mode="fake", _allow_non_fake_inputs=True)
-    traced = fake(*examples)
-    for node in list(traced.graph.nodes):
-        # What the function changed in its inputs is written back at the end; callers read what it returns.
-        if node.target is _aten.copy_.default:
-            traced.graph.erase_node(node)
-    traced.graph.eliminate_dead_code()
-    return traced
 
 
 def fuse(traced: GraphModule) -> GraphModule:

@@ -11,7 +11,7 @@ from fednorm.core.report import Report
 from fednorm.core.state import Policy, Tree
 from fednorm.engines.stack.row_matrix import Flats, RowMatrix
 from fednorm.halves.guard import ailment_of_report
-from fednorm.halves.norm_bound import Length, Moved, too_far
+from fednorm.halves.norm_bound import Length, Moved, are_near, too_far
 from fednorm.halves.schema import Schema
 
 NUM_MOVED = 4
@@ -72,8 +72,11 @@ def off_by_norms(
 ) -> dict[int, str]:
     """Clients that moved too far, and why, by what `moved_norms` told of one run's."""
     trained, other, length, beside = columns
+    model = Length(length[0], beside[0])
+    if are_near((trained, other), model, norm_factor):
+        return {}
     moved = {client: Moved(Length(a, b)) for client, a, b in zip(clients, trained, other, strict=True)}
-    return too_far(moved, Length(length[0], beside[0]), norm_factor)
+    return too_far(moved, model, norm_factor)
 
 
 def flaws_of_numbers(reports: Sequence[Report]) -> dict[int, str]:

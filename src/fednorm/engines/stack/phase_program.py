@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -24,6 +22,7 @@ from fednorm.engines.stack.gather import Gather
 from fednorm.engines.stack.guard import NUM_MOVED, moved_norms
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.log_copy import LogCopy
+from fednorm.engines.stack.making_ready import making_ready
 from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows
 from fednorm.engines.stack.ways import Way
@@ -34,8 +33,6 @@ from fednorm.halves.site import Sites
 
 FINE, NOT_FINITE, NEGATIVE = 1.0, 0.0, -1.0
 """What the log says of a client's numbers."""
-_WORTH_A_LINE = 3.0
-"""Seconds of making a program ready that are told; compiled kernels are kept on disk, so the next run is quicker."""
 _BATCHES = ("batch_rows", "batch_keys", "batch_draws")
 """Parts of a message that are about batches, of which every exchange has its own."""
 MOST_IN_ONE = 2
@@ -183,14 +180,10 @@ class PhaseProgram:
 
     def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]], fused: bool = True) -> None:
         if name not in self._programs:
-            started = time.perf_counter()
             fused = fused and self.way is not Way.PLAIN
             calls = self.sites.work.rounds * (self.steps if name.startswith("step") else 1)
-            self._programs[name] = Program(function, self._state, fused, self._graph_memory, calls)
-            seconds = time.perf_counter() - started
-            if seconds > _WORTH_A_LINE:
-                what = f"'{self.phase.phase.name}' {name}"
-                print(f"stacked engine: {what} made ready in {seconds:.1f} s", file=sys.stderr)
+            with making_ready(f"'{self.phase.phase.name}' {name}, {self.rows} clients, batches of {self.batch_size}"):
+                self._programs[name] = Program(function, self._state, fused, self._graph_memory, calls)
         self._programs[name]()
 
     def _round(self, state: Tree) -> tuple[Tree, Rows]:

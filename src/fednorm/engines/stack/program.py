@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from fednorm.core.state import Tree
 from fednorm.engines.stack.compiled import compiled, repays
-from fednorm.engines.stack.fusion import fuse, trace
+from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.in_place import write_in_place
+from fednorm.engines.stack.tracing import trace
 
 _COMPILERS = 8
 """Kernels compiled at a time; most of it is work outside Python."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from fednorm.core.report import LOSSES
 from fednorm.core.state import Tree
 from fednorm.data.batches import Batches
+from fednorm.engines.stack.making_ready import making_ready
 from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.engines.stack.program import Rows, put
 from fednorm.engines.stack.row_matrix import aligned_rows
@@ -98,8 +100,11 @@ class RaggedProgram(PhaseProgram):
 
     def _play(self) -> None:
         self._run("start", self._start)
-        for launch in self.launches:
-            self._step_of(launch.width, launch.size)
+        kinds = len({(launch.width, launch.size) for launch in self.launches})
+        what = f"'{self.phase.phase.name}', {kinds} kinds of steps of {self.rows} clients with unequal work"
+        with making_ready(what) if self.turn == 0 else nullcontext():
+            for launch in self.launches:
+                self._step_of(launch.width, launch.size)
         self._run("merge", self._merge)
 
     def _step_of(self, width: int, size: int) -> None:

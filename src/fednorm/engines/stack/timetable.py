@@ -2,7 +2,7 @@
 
 A client's steps keep their order; clients need not keep pace with each other. So clients with much to do go first, and
 a stack as wide as the work is long leaves few rows empty. Batches that are smaller than the others wait until there
-are several of one size.
+are several of one size; those that end a client's work wait for all others.
 """
 
 from __future__ import annotations
@@ -48,20 +48,31 @@ def timetable(sizes: Sequence[Sequence[int]], full: int) -> list[Launch]:
     def next_size(client: int) -> int:
         return sizes[client][done[client]]
 
-    while left := [client for client, own in enumerate(sizes) if done[client] < len(own)]:
-        left.sort(key=lambda client: done[client] - len(sizes[client]))  # who has most to do first
-        first = left[:width]
-        if all(next_size(client) == full for client in first):
-            others = (client for client in range(len(sizes)) if client not in first)
-            step(first, full, [next(others) for _ in range(width - len(first))])
-            continue
+    def small(clients: Sequence[int]) -> None:
+        """The next steps of those whose next batch is a smaller one, all of one size at once."""
         waiting: dict[int, list[int]] = {}
-        for client in left:
+        for client in clients:
             if next_size(client) != full:
                 waiting.setdefault(next_size(client), []).append(client)
-        for size, clients in waiting.items():
-            for part in _parts(clients, len(sizes)):
-                step(part, size)
+        for size, some in waiting.items():
+            room = min(len(sizes), _round_up(len(some)))
+            step(some, size, others(some, room))
+
+    def others(clients: Sequence[int], room: int) -> list[int]:
+        """Clients that are computed along with some, so that there are few widths."""
+        among = set(clients)
+        rest = (client for client in range(len(sizes)) if client not in among)
+        return [next(rest) for _ in range(room - len(clients))]
+
+    while left := [client for client, own in enumerate(sizes) if done[client] < len(own)]:
+        # Nobody waits for a small batch that is a client's last.
+        going = [client for client in left if next_size(client) == full or done[client] + 1 < len(sizes[client])]
+        going.sort(key=lambda client: done[client] - len(sizes[client]))  # who has most to do first
+        first = going[:width]
+        if first and all(next_size(client) == full for client in first):
+            step(first, full, others(first, width))
+        else:
+            small(going or left)
     return launches
 
 
@@ -73,18 +84,9 @@ def stack_width(counts: Sequence[int]) -> int:
     >>> [stack_width(counts) for counts in ([5, 5, 5], [9, 1, 1], [10, 8, 7, 5, 5, 5])]
     [3, 2, 4]
     """
-    wanted = max(1, ceil(sum(counts) / max(1, *counts)))
+    return _round_up(max(1, ceil(sum(counts) / max(1, *counts))))
+
+
+def _round_up(wanted: int) -> int:
     above = power_of_2(wanted)
     return above * 3 // 4 if above >= 4 and wanted <= above * 3 // 4 else above
-
-
-def _parts(clients: Sequence[int], everybody: int) -> list[Sequence[int]]:
-    """Clients in parts whose lengths are powers of 2, largest first, so that there are few lengths; or everybody."""
-    if len(clients) == everybody:
-        return [clients]
-    parts = []
-    while clients:
-        length = 1 << (len(clients).bit_length() - 1)
-        parts.append(clients[:length])
-        clients = clients[length:]
-    return parts
