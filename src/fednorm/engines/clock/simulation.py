@@ -136,12 +136,14 @@ class Simulation:
     # -- train --
 
     def _train_ahead(self, due: Sequence[UnderWay]) -> None:
-        """Train all that are under way and were not yet, but those that cannot come before the run is over."""
+        """Train those that are under way and were not yet, but those that cannot come before the run is over."""
         coming = sorted(self._under_way.values(), key=lambda each: each.order)[: max(len(due), self._needed())]
+        untrained = [each for each in coming if each.flight.number not in self._trained]
+        if not self.server.strategy.barrier:
+            least = sum(each.arrives == due[0].arrives for each in untrained)
+            untrained = untrained[: max(least, _few_sizes(len(untrained)))]
         groups: dict[tuple[PhaseId, tuple[tuple[str, float], ...]], list[list[UnderWay]]] = {}
-        for each in sorted(coming, key=lambda each: each.flight.number):
-            if each.flight.number in self._trained:
-                continue
+        for each in sorted(untrained, key=lambda each: each.flight.number):
             alike = (each.flight.phase, tuple(sorted(self.server.numbers(each.flight).items())))
             rows = groups.setdefault(alike, [])
             client = each.flight.client
@@ -224,3 +226,15 @@ class Simulation:
             for number, arrives, free, used in facts["under_way"]
         }
         self._trained = restored(facts.get("trained", []), trees)
+
+
+def _few_sizes(count: int) -> int:
+    """How many are trained of some that could be: one or two powers of 2, as stacks on a GPU come.
+
+    The others, who come last, wait for the next stack. A handful is trained as it is.
+
+    >>> [_few_sizes(count) for count in (5, 9, 13, 25, 31, 100)]
+    [5, 8, 12, 24, 24, 96]
+    """
+    spare = max(0, count.bit_length() - 2)
+    return count if count < 8 else count >> spare << spare

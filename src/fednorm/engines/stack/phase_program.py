@@ -182,13 +182,16 @@ class PhaseProgram:
         if name not in self._programs:
             started = time.perf_counter()
             fused = fused and self.way is not Way.PLAIN
-            calls = self.sites.work.rounds * (self.steps if name.startswith("step") else 1)
-            self._programs[name] = Program(function, self._state, fused, self._graph_memory, calls)
+            self._programs[name] = Program(function, self._state, fused, self._graph_memory, self._calls(name))
             seconds = time.perf_counter() - started
             if seconds > _WORTH_A_LINE:
                 what = f"'{self.phase.phase.name}' {name}"
                 print(f"stacked engine: {what} made ready in {seconds:.1f} s", file=sys.stderr)
         self._programs[name]()
+
+    def _calls(self, name: str) -> int:
+        """How often a program is called in a run."""
+        return self.sites.work.rounds * (self.steps if name.startswith("step") else 1)
 
     def _round(self, state: Tree) -> tuple[Tree, Rows]:
         """All of it as one program, in which what is only handed on costs nothing."""
