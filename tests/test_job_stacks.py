@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import tiny
 from fednorm import strategies
-from fednorm.core.state import Tree
+from fednorm.core.state import Tree, digest
 from fednorm.engines.base import Engine
 from fednorm.engines.clock.schedule import shifted
 from fednorm.engines.clock.simulation import Simulation
@@ -127,3 +128,29 @@ def test_a_stack_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) ->
     other, _ = played(made, engine)
     assert {each.rows for each in engine._jobs._programs.values()} <= {1, 2}
     assert gap(tree, other) < 1e-10
+
+
+@pytest.mark.parametrize("method", ["fedbn+local-momentum", "tracker"])
+def test_a_restart_at_any_event_changes_no_bit(method: str) -> None:
+    """Updates that left a stack and have not arrived are kept: who is trained along may change their bits."""
+
+    def made(store: Store) -> Simulation:
+        sites = plan(method, UNEQUAL)
+        server = ArrivalServer(sites, sites.federation.training_clients, strategies.parse("fedbuff(b=2)"))
+        return Simulation(server, sites, StackedEngine([sites], stays=False), store, shifted(), concurrency=9)
+
+    def ended(restarts: Sequence[int]) -> tuple[str, list[str]]:
+        store = Store()
+        clock, event = made(store), 0
+        while not clock.server.finished:
+            if event in restarts:
+                facts, trees = clock.state()
+                clock = made(store)
+                clock.load(json.loads(json.dumps(facts)), trees)
+            list(clock.advance())
+            event += 1
+        return digest(clock.server.tree), [digest(store.get(client).tree) for client in range(len(UNEQUAL))]
+
+    whole = ended([])
+    assert ended([1, 5, 6]) == whole
+    assert ended([3, 11, 14]) == whole
