@@ -88,6 +88,20 @@ def test_a_run_that_time_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
 
 
+def test_a_run_on_a_clock_that_ended_is_in_the_library_alone(tmp_path: Path) -> None:
+    runs = wanted_runs(study("fedbuff(b=1)+fedavg").cells(), [0])
+    assert not play_runs(runs, place(tmp_path), unwatched, deadline=time.monotonic())
+    assert list((tmp_path / "work").iterdir())
+    assert play_runs(runs, place(tmp_path), unwatched)
+    assert list((tmp_path / "work").iterdir()) == []
+    kept = digests(tmp_path)
+    assert len(kept) == 1
+    assert play_runs(runs, place(tmp_path), unwatched)
+    assert list((tmp_path / "work").iterdir()) == []
+    assert play_runs(runs, place(tmp_path / "whole"), unwatched)
+    assert digests(tmp_path / "whole") == kept
+
+
 def test_a_record_names_what_made_it_and_no_folder(tmp_path: Path) -> None:
     assert play_runs(wanted_runs(study("fedavg").cells(), [0]), place(tmp_path), unwatched)
     (path,) = (tmp_path / "results").glob("*.json")

@@ -12,10 +12,11 @@ from fednorm.errors import ConfigError
 from fednorm.methods import parse
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.on_clock import full_name, on_one_clock, settled
-from fednorm.running.over_time import histogram, staleness_of, time_to, times_to
+from fednorm.running.over_time import histogram, score_at, staleness_of, time_to, times_to
 from fednorm.running.progress import Pace
 from fednorm.running.records import RoundRow, RunId, RunResult
 from fednorm.running.results import Result, summarise
+from fednorm.views.seen import what_was_seen
 
 
 def row(number: int, time: float, accuracy: float, *stale: int) -> RoundRow:
@@ -35,6 +36,20 @@ def test_the_time_to_a_score_is_that_of_the_first_version_with_it() -> None:
     assert [time_to(QUICK, level) for level in (20, 21, 40, 45, 46)] == [0.5, 0.5, 1.5, 1.5, None]
     assert time_to(QUICK, 20, "own_client") is None
     assert times_to([QUICK, SLOW]) == {"10": [0.5, 4.0], "20": [0.5, 4.0], "30": [1.5, 9.0]}
+
+
+def test_the_score_at_a_time_is_that_of_the_last_version_before() -> None:
+    assert [score_at(QUICK, time) for time in (0.4, 0.5, 1.9, 99.0)] == [None, 21.0, 45.0, 41.0]
+
+
+def test_what_was_seen_compares_at_the_same_time() -> None:
+    late = result(row(1, 1.0, 25.0, 0), row(2, 9.0, 60.0, 0), method="sync+fedavg")
+    quick, late, slow = (cast(Any, {**run, "bytes": {"per_round": 8}}) for run in (QUICK, late, SLOW))
+    assert what_was_seen(Result((quick, late))) == (
+        "On the pooled test at virtual time 2, among federated methods with one global model, fedbuff+fedavg came out "
+        "best (41.0) and sync+fedavg worst (25.0)."
+    )
+    assert what_was_seen(Result((quick, slow))) is None
 
 
 def test_lower_may_be_better() -> None:

@@ -60,6 +60,10 @@ def test_a_strategy_is_told_from_the_method_beside_it(text: str, name: str, meth
         ("fedbuff(b=x)", "'fedbuff(b=x)': 'x' does not fit; b takes int"),
         ("fedbuff(a=-1)", "'fedbuff(a=-1)': a=-1.0 makes no discount of stale updates; give 0 or more"),
         ("fedbuff(fresh=-1)", "'fedbuff(fresh=-1)': fresh=-1 is no staleness; give 0 or more"),
+        (
+            "fedasync(lr=1.5)",
+            "'fedasync(lr=1.5)': lr=1.5 would mix in more than the client's model; give a number above 0, up to 1",
+        ),
         ("afl-dw(s_max=0)", "'afl-dw(s_max=0)': s_max=0.0 is no staleness; give a number above 0"),
         (
             "fedbuff(size=3)",

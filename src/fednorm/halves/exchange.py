@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -81,13 +80,14 @@ def drawn_cohort(seed: int, round: int, clients: Sequence[int], count: int) -> l
 
 
 def drawn_client(seed: int, job: int, clients: Sequence[int], busy: Collection[int]) -> int:
-    """One of the clients that have nothing to do, for the job of this number; each is as likely.
+    """One of the clients, ascending by id, that have nothing to do, for the job of this number; each is as likely.
 
     >>> drawn_client(0, 1, range(4), {0, 1, 3})
     2
     """
     place = rng.as_seed(rng.key(seed, "dispatch", job)) % (len(clients) - len(busy))
-    for taken in sorted(bisect_left(clients, client) for client in busy):
-        if taken <= place:
-            place += 1
+    for taken in sorted(busy):
+        if taken > clients[place]:
+            break
+        place += 1
     return clients[place]

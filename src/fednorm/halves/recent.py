@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,8 @@ class Recent:
 
     def __init__(self) -> None:
         self._lengths: deque[Length] = deque(maxlen=REMEMBERED)
+        self._measured: tuple[Tree, Set[str], Length] | None = None
+        """the last tree of the server that was measured, by which keys, and its length"""
 
     def refused(
         self, moved: Mapping[int, Moved], server: Tree, entries: Mapping[str, Entry], factor: float | None
@@ -30,9 +32,16 @@ class Recent:
         if not factor:
             return {}
         before = {-1 - index: Moved(length) for index, length in enumerate(self._lengths)}
-        found = too_far({**before, **moved}, length_of(server, entries), factor)
+        found = too_far({**before, **moved}, self._length(server, entries), factor)
         self._lengths.extend(each.distance for number, each in moved.items() if number not in found)
         return {number: why for number, why in found.items() if number in moved}
+
+    def _length(self, server: Tree, entries: Mapping[str, Entry]) -> Length:
+        """The length of the server's tree, which stays while updates are buffered."""
+        known = self._measured
+        if known is None or known[0] is not server or known[1] != entries.keys():
+            known = self._measured = server, entries.keys(), length_of(server, entries)
+        return known[2]
 
     def facts(self) -> list[list[float]]:
         """What is remembered, as JSON values."""

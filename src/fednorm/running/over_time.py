@@ -30,6 +30,13 @@ def time_to(run: RunResult, level: float, protocol: str = "pooled") -> float | N
     return None
 
 
+def score_at(run: RunResult, time: float, protocol: str = "pooled") -> float | None:
+    """The score of the last version that was scored by a virtual time; None where none was, or no clock was running."""
+    curves: Mapping[str, Sequence[float]] = run["curves"]  # pyright: ignore[reportAssignmentType]
+    known = zip(curves.get("time", ()), curves.get(protocol, ()), strict=False)
+    return next((score for when, score in reversed(list(known)) if when <= time), None)
+
+
 def times_to(runs: Sequence[RunResult]) -> dict[str, list[float]]:
     """For the levels that all runs reached, the times at which each did."""
     found: dict[str, list[float]] = {}

@@ -4,6 +4,7 @@ from typing import Literal
 
 from fednorm.core.strategy import Constant, Discount, Strategy
 from fednorm.core.strategy_registry import register_strategy
+from fednorm.errors import ConfigError
 from fednorm.pieces.discounts import Hinge, Polynomial
 
 
@@ -20,6 +21,8 @@ def fedasync(
     statistics: Literal["values", "discounted", "fresh"] = "discounted",
     fresh: int = 0,
 ) -> Strategy:
+    if lr > 1:
+        raise ConfigError(f"lr={lr} would mix in more than the client's model; give a number above 0, up to 1")
     discounts: dict[str, Discount] = {
         "polynomial": Polynomial(0.5 if a is None else a),
         "hinge": Hinge(10.0 if a is None else a, b),

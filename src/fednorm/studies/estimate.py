@@ -18,8 +18,11 @@ _STEP = {
 _OTHER = (1.0, 0.3)
 _ROUND, _SCORING, _START = 0.7, 0.15, 25.0
 """Milliseconds of the host for a run's round; seconds to score 10,000 images; seconds until the first round."""
-_REVISION = 0.3
-"""Seconds that a server computes for a version itself, where its strategy does so; a guess."""
+_VERSION, _REVISION, _READY = 3.0, 0.3, 75.0
+"""On a clock: milliseconds of the host for a version; seconds that a server computes for one itself, where its strategy
+does so; seconds until stacks of all sizes are ready, and to write the last checkpoint. The three are guesses."""
+_TOGETHER = 4
+"""One of so many clients under way is trained at a time: all that were not yet when the first of these is due."""
 _ROWS = 50_000
 """Examples of a set that does not say how many it has."""
 _CPU = 60.0
@@ -36,10 +39,11 @@ def seconds_of(config: RunConfig, seeds: int, on_gpu: bool) -> float:
     if strategy is not None:
         together = config.clock.concurrency or config.data.clients
         updates = config.rounds * (together if strategy.barrier else strategy.buffer)
-        step = base / together + each * config.train.batch_size / 20
-        version = _ROUND / 1000 + (_REVISION if strategy.revise else 0.0)
+        step = base * _TOGETHER / together + each * config.train.batch_size / 20
+        version = _VERSION / 1000 + (_REVISION if strategy.revise else 0.0)
         seconds = updates * (config.train.local_steps or 1) * step / 1000 + config.rounds * version
-        return _START + seeds * (seconds + config.rounds / config.eval_every * _SCORING) * (1.0 if on_gpu else _CPU)
+        seconds += config.rounds / config.eval_every * _SCORING
+        return _START + seeds * ((seconds + _READY) if on_gpu else seconds * _CPU)
     cohort = config.cohort_size(config.data.clients)
     # An epoch of a client is not known without its data: as if all had the same share of the set.
     known = DATASETS.get(config.data.name)

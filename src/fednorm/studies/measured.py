@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from fednorm.running.over_time import score_at
 from fednorm.running.records import score_of
 from fednorm.running.results import Spread, spread
 from fednorm.studies.library import PRECISIONS, Library, Record
@@ -54,9 +55,10 @@ def _measured(cell: StudyCell, records: Sequence[Record], seeds: Sequence[int]) 
 
 
 def final_of(record: Record, cell: StudyCell) -> float:
-    """The number of a cell after the last round, or at the virtual time that it names."""
+    """The number of a cell after the last round, or at the virtual time that it names, or as soon as one is known."""
     if cell.time is not None:
-        return _at_time(record, cell, cell.time)
+        by_then = score_at(record.run, cell.time, cell.score.protocol)
+        return curve_of(record, cell)[0] if by_then is None else by_then
     scores: Mapping[str, Any] = cast("Mapping[str, Any]", record.run["final"])[cell.score.protocol]
     if cell.selected in (None, "average"):
         return score_of(record.run["final"], cell.score.protocol, record.run["metric"])
@@ -68,12 +70,6 @@ def final_of(record: Record, cell: StudyCell) -> float:
         if domain == cell.selected and str(client) in scores["per_client"]
     ]
     return sum(of_domain) / len(of_domain)
-
-
-def _at_time(record: Record, cell: StudyCell, time: float) -> float:
-    """The score of the last version that was scored by then; of the first, where none was."""
-    known = zip(record.run["curves"].get("time", []), curve_of(record, cell), strict=True)
-    return next((score for when, score in reversed(list(known)) if when <= time), curve_of(record, cell)[0])
 
 
 def curve_of(record: Record, cell: StudyCell) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from fednorm.running.comparison import play_pending, usable_jobs
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import Objects
+from fednorm.running.on_clock import names_strategy
 from fednorm.running.records import OnRow, RoundRow, RunId
 from fednorm.running.stopping import Stop
 from fednorm.running.store import Store
@@ -84,7 +86,8 @@ def play_runs(
 ) -> bool:
     """Play the runs that were not played before; whether all came to their end before the deadline.
 
-    A run that did not is kept in its folder and goes on from there the next time.
+    A run that did not is kept in its folder and goes on from there the next time. One on a clock that ended is in the
+    library alone.
     """
     missing = [place.settled(config, seed) for config, seed in runs if not place.has(config, seed)]
     for together in _batches([place.cell(config) for config in missing]):
@@ -99,6 +102,9 @@ def play_runs(
         done = [cell for cell in together if cell.is_done]
         for cell in done:
             place.library.save(_kept(cell, look))
+            if names_strategy(cell.config.method):
+                # Its checkpoint holds a model for every client under way: a few runs of this kind would fill a disk.
+                shutil.rmtree(cell.folder.path)
         if len(done) < len(together):
             return False
     return True

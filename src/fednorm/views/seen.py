@@ -7,19 +7,28 @@ from pathlib import Path
 
 from fednorm.data.from_files.source import find_source
 from fednorm.running.config import RunConfig
+from fednorm.running.over_time import is_timed, score_at
 from fednorm.running.pictures import GLOBAL, TITLES, curves
 from fednorm.running.records import number_text
-from fednorm.running.results import Result, cell_text
+from fednorm.running.results import Result, Spread, cell_text, spread
 
 
 def what_was_seen(result: Result) -> str | None:
     """One sentence from the pooled column: the best and the worst global model of a federation, and what was possible.
 
-    Methods that keep state on the clients are left out: their pooled cell is not the score of one model they made.
-    None where there are no two to compare.
+    Methods that keep state on the clients are left out: their pooled cell is not the score of one model they made. On a
+    clock all are looked at when the first of them ended. None where there are no two to compare.
     """
     lines = [line for line in result.table() if "pooled" in line and line["how"] == GLOBAL]
-    pooled = {line["method"]: line["pooled"] for line in lines}
+    pooled, when = {line["method"]: line["pooled"] for line in lines}, ""
+    if lines and all(is_timed(run) for run in result.runs):
+        time = min(run["curves"].get("time", [0.0])[-1] for run in result.runs)
+        by_then = {method: [score_at(run, time) for run in result.of(method)] for method in pooled}
+        known = {method: [score for score in scores if score is not None] for method, scores in by_then.items()}
+        if any(len(known[method]) < len(by_then[method]) for method in pooled):
+            return None  # one of them has no score yet
+        pooled = {method: _cell(spread(scores)) for method, scores in known.items()}
+        when = f" at virtual time {time:.4g}"
     federated = sorted((line["method"] for line in lines if line["bytes_per_round"]), key=lambda m: pooled[m]["mean"])
     if len(federated) < 2:
         return None
@@ -31,14 +40,18 @@ def what_was_seen(result: Result) -> str | None:
         return cell_text(pooled[method], result.percent)
 
     sentence = (
-        f"On the pooled test, among federated methods with one global model, {best} came out best ({told(best)}) and "
-        f"{worst} worst ({told(worst)})"
+        f"On the pooled test{when}, among federated methods with one global model, {best} came out best ({told(best)}) "
+        f"and {worst} worst ({told(worst)})"
     )
     for central in (line["method"] for line in lines if not line["bytes_per_round"]):
         above = {method: pooled[central]["mean"] - pooled[method]["mean"] for method in (best, worst)}
         gaps = [f"{_distance(gap, result.percent)} {method}" for method, gap in above.items()]
         sentence += f"; {central} training reached {told(central)}, {' and '.join(gaps)}"
     return f"{sentence}."
+
+
+def _cell(scores: Spread) -> dict[str, float]:
+    return {"mean": scores.mean, "std": scores.std, "n": scores.count}
 
 
 def _distance(gap: float, percent: bool) -> str:

@@ -92,7 +92,7 @@ class Drawn:
 
     def times(self, seed: int, client: int, job: int) -> Times:
         spans = (self.download, self.compute, self.upload)
-        means = _luck(rng.key(seed, "mean times", client))
+        means = _luck_of_life(seed, client)
         lucks = _luck(rng.key(seed, "times", client, job))
         both = zip(spans, means, lucks, strict=True)
         return Times(*(span.drawn(span.mean(own), luck) for span, own, luck in both))
@@ -213,3 +213,9 @@ def _positive(name: str, option: str, value: float) -> float:
 def _luck(key: Tensor) -> list[float]:
     """A number in [0, 1) for each part of a job."""
     return cast(list[float], rng.uniform(key, (3,)).double().tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _luck_of_life(seed: int, client: int) -> list[float]:
+    """What a client's means are drawn by, which every job of it asks for."""
+    return _luck(rng.key(seed, "mean times", client))

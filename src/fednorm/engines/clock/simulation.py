@@ -10,12 +10,12 @@ who is trained along.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fednorm.core.phases import PhaseId
 from fednorm.core.state import Tree
 from fednorm.engines.base import ClientStates, Engine
+from fednorm.engines.clock.queue import Queue, UnderWay
 from fednorm.engines.clock.schedule import Schedule
 from fednorm.engines.clock.trained import Trained, restored, stored
 from fednorm.engines.receiving import flaws_of_outcomes, received
@@ -28,23 +28,6 @@ from fednorm.halves.recent import moved_by
 from fednorm.halves.site import Sites, state_after
 from fednorm.halves.stacks import Stacks
 from fednorm.halves.training import Job
-
-
-@dataclass(frozen=True)
-class UnderWay:
-    """A job of the simulation: what the server knows of it, and when it is where."""
-
-    flight: Flight
-    arrives: float
-    free: float
-    """when its client has trained, and may be sent the model again if it keeps nothing"""
-    used: int
-    """batches of its life that the client has used before it"""
-
-    @property
-    def order(self) -> tuple[float, int, int]:
-        """Updates of one instant arrive by client."""
-        return self.arrives, self.flight.client, self.flight.number
 
 
 class Simulation:
@@ -71,7 +54,7 @@ class Simulation:
         """of the last arrival"""
         self._train = one_by_one(engine.train, sites.prepared.name) if tolerant else engine.train
         self._alone = "client_state" in sites.method.needs
-        self._under_way: dict[int, UnderWay] = {}
+        self._queue = Queue()
         self._trained: dict[int, Trained] = {}
 
     def advance(self) -> Iterator[Arrival]:
@@ -81,16 +64,15 @@ class Simulation:
         """
         if self.server.finished:
             return
-        if not any(each.arrives <= self.time for each in self._under_way.values()):
+        if not self._queue or self._queue.first > self.time:
             self._dispatch()
-        first = min(each.arrives for each in self._under_way.values())
-        due = sorted((each for each in self._under_way.values() if each.arrives == first), key=lambda each: each.order)
+        due = self._queue.due()
         if any(each.flight.number not in self._trained for each in due):
             self._train_ahead(due)
-        self.time = first
+        self.time = self._queue.first
         landings = self.server.land([self._trained[each.flight.number].landing for each in due])
         for each, arrival in zip(due, landings, strict=False):
-            del self._under_way[each.flight.number]
+            self._queue.take(each)
             trained = self._trained.pop(each.flight.number)
             if not arrival.refused:
                 self._keep(each, trained)
@@ -104,30 +86,28 @@ class Simulation:
         """Fill the places that are free: under a barrier all at once, once all are."""
         server = self.server
         if server.strategy.barrier:
-            if not self._under_way:
+            if not self._queue:
                 number = server.version + 1
                 for client in drawn_cohort(server.agreed.work.seed, number, server.clients, self.concurrency):
                     self._send(client)
             return
-        while len(self._under_way) < self.concurrency:
+        while len(self._queue) < self.concurrency:
             self._send(self._chosen())
 
     def _chosen(self) -> int:
         """One of the clients that have nothing to do, each as likely."""
         server = self.server
-        busy = {each.flight.client for each in self._under_way.values() if self._alone or each.free > self.time}
+        busy = self._queue.busy(None if self._alone else self.time)
         return drawn_client(server.agreed.work.seed, server.number, server.clients, busy)
 
     def _send(self, client: int) -> None:
         server = self.server
         used = self.states.get_many([client])[client].steps
-        for each in self._under_way.values():
-            if each.flight.client == client:  # its update is on its way: the batches it used are gone
-                used += self._steps(each.flight)
+        used += sum(self._steps(each.flight) for each in self._queue.of(client))  # these batches are gone
         flight = server.begin(client, overlapping=not self._alone)
         times = self.schedule.times(server.agreed.work.seed, client, flight.number)
         free = self.time + times.download + times.compute
-        self._under_way[flight.number] = UnderWay(flight, free + times.upload, free, used)
+        self._queue.add(UnderWay(flight, free + times.upload, free, used))
 
     def _steps(self, flight: Flight) -> int:
         phase = self.sites.phase(flight.phase)
@@ -136,12 +116,14 @@ class Simulation:
     # -- train --
 
     def _train_ahead(self, due: Sequence[UnderWay]) -> None:
-        """Train all that are under way and were not yet, but those that cannot come before the run is over."""
-        coming = sorted(self._under_way.values(), key=lambda each: each.order)[: max(len(due), self._needed())]
+        """Train those that are under way and were not yet, but those that cannot come before the run is over."""
+        coming = self._queue.coming()[: max(len(due), self._needed())]
+        untrained = [each for each in coming if each.flight.number not in self._trained]
+        if not self.server.strategy.barrier:
+            least = sum(each.arrives == due[0].arrives for each in untrained)
+            untrained = untrained[: max(least, _few_sizes(len(untrained)))]
         groups: dict[tuple[PhaseId, tuple[tuple[str, float], ...]], list[list[UnderWay]]] = {}
-        for each in sorted(coming, key=lambda each: each.flight.number):
-            if each.flight.number in self._trained:
-                continue
+        for each in sorted(untrained, key=lambda each: each.flight.number):
             alike = (each.flight.phase, tuple(sorted(self.server.numbers(each.flight).items())))
             rows = groups.setdefault(alike, [])
             client = each.flight.client
@@ -160,7 +142,7 @@ class Simulation:
         """How many more updates make the last version; under a barrier all that are under way."""
         server = self.server
         if server.strategy.barrier:
-            return len(self._under_way)
+            return len(self._queue)
         return (server.agreed.work.rounds - server.version) * server.strategy.buffer - len(server.buffer)
 
     def _train_some(self, id: PhaseId, numbers: Mapping[str, float], some: Sequence[UnderWay]) -> None:
@@ -207,9 +189,8 @@ class Simulation:
     def state(self) -> tuple[dict[str, Any], dict[str, Tree]]:
         """All that a restart needs beside what clients keep: JSON values, and trees of tensors."""
         facts, trees = self.server.state()
-        ways = self._under_way.values()
         facts["time"] = self.time
-        facts["under_way"] = [[each.flight.number, each.arrives, each.free, each.used] for each in ways]
+        facts["under_way"] = [[each.flight.number, each.arrives, each.free, each.used] for each in self._queue.begun()]
         if not self.engine.independent:
             facts["trained"], more = stored(self._trained)
             trees |= more
@@ -219,8 +200,20 @@ class Simulation:
         """Go on from what `state` gave."""
         self.server.load(facts, trees)
         self.time = facts["time"]
-        self._under_way = {
-            number: UnderWay(self.server.flights[number], arrives, free, used)
+        self._queue = Queue(
+            UnderWay(self.server.flights[number], arrives, free, used)
             for number, arrives, free, used in facts["under_way"]
-        }
+        )
         self._trained = restored(facts.get("trained", []), trees)
+
+
+def _few_sizes(count: int) -> int:
+    """How many are trained of some that could be: one or two powers of 2, as stacks on a GPU come.
+
+    The others, who come last, wait for the next stack. A handful is trained as it is.
+
+    >>> [_few_sizes(count) for count in (5, 9, 13, 25, 31, 100)]
+    [5, 8, 12, 24, 24, 96]
+    """
+    spare = max(0, count.bit_length() - 2)
+    return count if count < 8 else count >> spare << spare

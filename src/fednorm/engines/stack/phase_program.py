@@ -181,10 +181,13 @@ class PhaseProgram:
     def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]], fused: bool = True) -> None:
         if name not in self._programs:
             fused = fused and self.way is not Way.PLAIN
-            calls = self.sites.work.rounds * (self.steps if name.startswith("step") else 1)
             with making_ready(f"'{self.phase.phase.name}' {name}, {self.rows} clients, batches of {self.batch_size}"):
-                self._programs[name] = Program(function, self._state, fused, self._graph_memory, calls)
+                self._programs[name] = Program(function, self._state, fused, self._graph_memory, self._calls(name))
         self._programs[name]()
+
+    def _calls(self, name: str) -> int:
+        """How often a program is called in a run."""
+        return self.sites.work.rounds * (self.steps if name.startswith("step") else 1)
 
     def _round(self, state: Tree) -> tuple[Tree, Rows]:
         """All of it as one program, in which what is only handed on costs nothing."""

@@ -29,6 +29,7 @@ from fednorm.engines.base import (
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.stack.attributes import ChangesItself, unchanged
 from fednorm.engines.stack.device_stack import DEVICES, DeviceStack
+from fednorm.engines.stack.jobs import JobStacks
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.kernels.swapped import restore
@@ -61,6 +62,7 @@ class StackedEngine:
                 use_kernels(sites.prepared.model, narrow)
         each = zip(runs, own, strict=True)
         self._trainers = {id(sites): StackTrainer(mine, sites, precision) for sites, mine in each}
+        self._jobs = JobStacks(own[0])
         self._runs = {id(sites): number for number, sites in enumerate(runs)}
         self._stack = DeviceStack(own) if stays and all(map(can_stay, runs)) else None
         if stays and runs[0].device.type in DEVICES and runs[0].batches.pool.live:
@@ -83,8 +85,11 @@ class StackedEngine:
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
     ) -> Iterator[Outcome]:
-        """The outcomes of work of the first run's clients, which is all there are where an engine is tried."""
-        return next(iter(self._trainers.values())).train(phase, numbers, jobs, probing)
+        """The outcomes of work of the first run's clients, which is all there are on a clock or where it is tried."""
+        trainer = next(iter(self._trainers.values()))
+        if probing or not self._jobs.can_train(phase):
+            return trainer.train(phase, numbers, jobs, probing)
+        return self._jobs.train(phase, numbers, jobs, trainer.train)
 
     def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
         played: dict[int, Played | FednormError] = {}

@@ -1,0 +1,200 @@
+"""Jobs whose clients begin at states of their own, as on a clock: stacks of few sizes, each of them a program.
+
+Which clients are trained together changes from one time to the next, and a program is made for one number of clients.
+So some jobs are cut into parts whose numbers are powers of 2, and a few programs do for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fednorm.core.state import Tree
+from fednorm.engines.base import pick, stack_trees
+from fednorm.engines.stack.attributes import ChangesItself
+from fednorm.engines.stack.device_stack import DEVICES
+from fednorm.engines.stack.kernels.layers import StackConv2d
+from fednorm.engines.stack.kernels.tiles import power_of_2
+from fednorm.engines.stack.messages import Drawn
+from fednorm.engines.stack.phase_program import NotAProgram, named, unnamed
+from fednorm.engines.stack.program import Rows
+from fednorm.engines.stack.ragged import RaggedProgram, Table
+from fednorm.engines.stack.row_matrix import Flats, RowMatrix, aligned
+from fednorm.engines.stack.timetable import Launch
+from fednorm.engines.stack.ways import Ways
+from fednorm.engines.tolerance import Train
+from fednorm.errors import FednormError
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.site import Sites
+from fednorm.halves.training import Job, Outcome, outcome
+
+MOST = 64
+"""Clients of a stack; more at once are hardly quicker."""
+
+
+class JobProgram(RaggedProgram):
+    """Local steps alone: each client begins where its job says, and nothing is merged."""
+
+    def __init__(self, *args: Any, **named_args: Any) -> None:
+        super().__init__(*args, **named_args)
+        if self._pass.rule.losses:
+            begun = unnamed("params", self._own)
+            self._own |= named("anchor", {name: aligned(flat) for name, flat in begun.items()})
+
+    def _start_flats(self, state: Tree) -> dict[str, Flats]:
+        """Room for what clients begin with, which `begin` writes."""
+        return {
+            part: {name: self._room(keys) for name, keys in layout.keys.items()}
+            for part, layout in self._stacks.items()
+        }
+
+    def _room(self, keys: Sequence[str]) -> Tensor:
+        entries = [self.schema[key][0] for key in keys]
+        width = sum(entry.size for entry in entries)
+        return torch.zeros(self.rows, width, dtype=entries[0].dtype, device=self.sites.device)
+
+    def _anchor(self, state: Tree) -> Flats | None:
+        return unnamed("anchor", state) or None
+
+    def _calls(self, name: str) -> int:
+        """Nobody knows how often this many come, so torch's compiler, which takes a minute, is not asked."""
+        return 0
+
+    def begin(self, starts: Sequence[Tree]) -> None:
+        """Write what clients begin with over what others ended with."""
+        stack = stack_trees(starts)
+        for part, layout in self._stacks.items():
+            for name, flat in layout.pack({key: stack[key] for key in layout.shapes}).items():
+                self._own[f"{part}:{name}"].copy_(flat)
+        for name, flat in unnamed("anchor", self._own).items():
+            flat.copy_(self._own[f"params:{name}"])
+        self._own["step"].zero_()
+
+    def ends(self) -> list[Tree]:
+        """What clients ended with, apart from what the next ones begin with."""
+        stack: Tree = {}
+        for part, layout in self._stacks.items():
+            stack |= layout.unpack(unnamed(part, self._own))
+        copied = {key: value.clone(memory_format=torch.contiguous_format) for key, value in stack.items()}
+        return [pick(copied, row) for row in range(self.rows)]
+
+    def losses(self) -> list[list[float]]:
+        """The losses of each client, step by step; behind its last one anything."""
+        return cast(list[list[float]], self._own["losses"].T.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+    def _play(self) -> None:
+        for launch in self.launches:
+            if launch.width == self.rows and not launch.fill and launch.size == self.batch_size:
+                self._run("step of everybody", self._everybody)
+            else:
+                self._step_of(launch.width, launch.size)
+
+    def _everybody(self, state: Tree) -> tuple[Tree, Rows]:
+        """A step of all clients in the order of the stack, so that nothing is taken out of it and put back."""
+        at = state["entries"].index_select(0, state["step"] + torch.arange(self.rows, device=state["step"].device))
+        batch = {
+            name: state[name].flatten(0, 1).index_select(0, at) for name in ("batch_rows", "batch_keys", "batch_draws")
+        }
+        new, loss = self._moved(state, batch, state["numbers"], self._anchor(state))
+        losses = state["losses"].flatten().index_copy(0, at, loss).view_as(state["losses"])
+        return {"step": state["step"] + self.rows, "losses": losses, **new}, {}
+
+
+class JobStacks:
+    """Trains clients of one run in stacks that are programs, where a phase can be one."""
+
+    def __init__(self, sites: Sites) -> None:
+        self.sites = sites
+        self._ways = Ways(sites.prepared.model)
+        self._most = MOST
+        self._refused = set[Any]()
+        """phases that could not be made a program"""
+        self._programs: dict[Any, JobProgram] = {}
+
+    def can_train(self, phase: PreparedPhase) -> bool:
+        """Whether a phase's work may be a program: one pass of steps that each client takes for itself."""
+        here = self.sites.device.type in DEVICES and self.sites.batches.pool.live is None
+        return here and len(phase.passes) == 1 and not phase.phase.lockstep and phase.id not in self._refused
+
+    def train(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], otherwise: Train
+    ) -> Iterator[Outcome]:
+        """The outcomes of clients' work; what cannot be a program is trained otherwise."""
+        waiting = list(jobs)
+        while waiting:
+            if not self.can_train(phase):
+                yield from otherwise(phase, numbers, waiting, False)
+                return
+            part = waiting[: min(self._most, power_of_2(len(waiting) + 1) // 2)]
+            try:
+                done = self._train_stack(phase, numbers, part)
+            except FednormError:
+                raise
+            except Exception as error:  # of tracing, compiling, capturing or the model, which then comes again
+                self._give_up(phase, error, len(part))
+                continue
+            self._ways.works(phase)
+            waiting = waiting[len(part) :]
+            yield from done
+
+    def _give_up(self, phase: PreparedPhase, error: Exception, count: int) -> None:
+        """Try fewer clients, or the next way; where there is neither, leave the phase to others."""
+        self._programs.clear()  # whatever they hold may be what was in the way
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+            if count > 1:
+                self._most = count // 2
+                return
+        if isinstance(error, NotAProgram | ChangesItself) or not self._ways.next(phase, error):
+            self._refused.add(phase.id)
+
+    def _train_stack(self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job]) -> list[Outcome]:
+        batches = self.sites.batches
+        steps = power_of_2(max(job.num_steps for job in jobs))
+        table = Table.of(batches, [(job.client, job.first_batch, job.num_steps) for job in jobs], steps)
+        program = self._program(phase, numbers, len(jobs), steps, table.rows.shape[-1])
+        program.launches = [_in_order(launch, len(jobs)) for launch in table.launches()]
+        drawn: Drawn = (table.rows, table.keys, table.draws)
+        program.send(program.flat({**_message(numbers, drawn), **table.message(program.launches)})[0])
+        program.begin([job.start for job in jobs])
+        program.play()
+        ended = zip(jobs, program.ends(), program.losses(), strict=True)
+        return [
+            outcome(self.sites, phase, numbers, job, end, losses[: job.num_steps], None) for job, end, losses in ended
+        ]
+
+    def _program(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], clients: int, steps: int, size: int
+    ) -> JobProgram:
+        way = self._ways.of(phase)
+        key = (way, phase.id, clients, steps, size)
+        if key not in self._programs:
+            channels_last = any(isinstance(module, StackConv2d) for module in self.sites.prepared.model.modules())
+            server = RowMatrix({each: entry for each, (entry, _) in phase.schema.items()}, channels_last)
+            self._programs[key] = JobProgram(
+                self.sites, phase, {}, {"server": server}, self.sites.batches,
+                numbers=list(numbers), runs=1, memory=frozenset[str](), clients=clients,
+                steps=steps, batch_size=size, log_rows=1, keep=False, way=way,
+            )  # fmt: skip
+        return self._programs[key]
+
+
+def _message(numbers: Mapping[str, float], drawn: Drawn) -> dict[str, Tensor]:
+    """What a program is told beside who steps when."""
+    rows, keys, draws = drawn
+    clients = rows.shape[1]
+    told = torch.tensor(list(numbers.values()), dtype=torch.float64).unsqueeze(1).expand(-1, clients).contiguous()
+    unused = torch.zeros(clients, dtype=torch.int64)
+    parts = {"batch_rows": rows, "batch_keys": keys, "batch_draws": draws, "numbers": told, "runs": unused[:1]}
+    return {**parts, **dict.fromkeys(("client_rows", "num_examples", "last_epoch"), unused)}
+
+
+def _in_order(launch: Launch, clients: int) -> Launch:
+    """A step of everybody in the order of the stack."""
+    if len(launch.steps) < clients:
+        return launch
+    return replace(launch, steps=sorted(launch.steps, key=lambda step: step[1]))

@@ -1,0 +1,156 @@
+"""Clients under way in stacks that are programs, here played on the CPU: the same numbers as one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import tiny
+from fednorm import strategies
+from fednorm.core.state import Tree, digest
+from fednorm.engines.base import Engine
+from fednorm.engines.clock.schedule import shifted
+from fednorm.engines.clock.simulation import Simulation
+from fednorm.engines.sequential import SequentialEngine
+from fednorm.engines.stack.jobs import JobProgram
+from fednorm.engines.stack.kernels.layers import use_kernels
+from fednorm.engines.stack.stacked import StackedEngine
+from fednorm.halves.arrivals import ArrivalServer
+from fednorm.running.plan import Plan
+from fednorm.running.store import Store
+
+EQUAL = (8,) * 11
+UNEQUAL = (7, 14, 11, 4, 9, 7, 14, 11, 4, 9, 8)
+"""Batches of four, and epochs that end with fewer."""
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednorm.engines.stack.jobs.DEVICES", {"cpu"})
+
+
+def plan(method: str, sizes: Sequence[int], **changes: object) -> Plan:
+    changes = {"rounds": 9, "train__local_steps": 5, "train__lr": 0.02, **changes}
+    return tiny.plan(method, model=tiny.conv_net(), data=tiny.federation(tuple(sizes)), **changes)
+
+
+def played(made: Plan, engine: Engine, strategy: str = "fedbuff(b=2)") -> tuple[Tree, dict[int, Tree]]:
+    """The server's last tree, and what clients keep."""
+    store = Store()
+    server = ArrivalServer(made, made.federation.training_clients, strategies.parse(strategy), keep_reported=False)
+    clock = Simulation(server, made, engine, store, shifted(), concurrency=9)
+    while not server.finished:
+        list(clock.advance())
+    return server.tree, {client: store.get(client).tree for client in range(len(made.federation.clients))}
+
+
+def gap(one: Tree, other: Tree) -> float:
+    assert one.keys() == other.keys()
+    return max((float((one[key].double() - other[key].double()).abs().max()) for key in one), default=0.0)
+
+
+METHODS = [
+    "fedavg",
+    "fedbn",
+    "silobn(report=true)",
+    "fixbn(at=0.5)",
+    "fedprox",
+    "fedbn+local-momentum",
+    "gn",
+    "tracker",
+]
+
+
+@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
+@pytest.mark.parametrize("method", METHODS)
+def test_programs_bring_what_clients_bring_alone(method: str, sizes: Sequence[int]) -> None:
+    tree, kept = played(plan(method, sizes), SequentialEngine(plan(method, sizes)))
+    engine = StackedEngine([made := plan(method, sizes)], stays=False)
+    other, also_kept = played(made, engine)
+    assert engine._jobs._programs
+    assert not engine._jobs._refused
+    assert not engine.fell_back
+    assert gap(tree, other) < 1e-10
+    for client, own in kept.items():
+        assert gap(own, also_kept[client]) < 1e-10
+
+
+def test_stacks_come_in_few_sizes_and_are_used_again() -> None:
+    made = plan("fedavg", EQUAL, rounds=40)
+    engine = StackedEngine([made], stays=False)
+    played(made, engine)
+    stacks = engine._jobs._programs
+    assert {each.rows for each in stacks.values()} <= {1, 2, 4, 8}
+    assert max(each.turn for each in stacks.values()) > 3
+    assert all(each._programs.keys() == {"step of everybody"} for each in stacks.values())
+
+
+def test_stack_operators_serve_them_too() -> None:
+    """Convolutions and batch norms as stack operators, filters with the channel last, neighbours fused."""
+    tree, _ = played(plan("fedavg", UNEQUAL), SequentialEngine(plan("fedavg", UNEQUAL)))
+    made = plan("fedavg", UNEQUAL)
+    assert use_kernels(made.prepared.model)
+    engine = StackedEngine([made], stays=False)
+    other, _ = played(made, engine)
+    assert engine._jobs._programs
+    assert gap(tree, other) < 1e-10
+
+
+def test_what_cannot_be_a_program_is_stacked_step_by_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no such graph")
+
+    tree, _ = played(plan("fedavg", EQUAL), SequentialEngine(plan("fedavg", EQUAL)))
+    monkeypatch.setattr("fednorm.engines.stack.phase_program.Program", fail)
+    engine = StackedEngine([made := plan("fedavg", EQUAL)], stays=False)
+    other, _ = played(made, engine)
+    assert gap(tree, other) < 1e-10
+    told = "stacked engine: rounds cannot stay on the device (no such graph); clients are stacked step by step\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_stack_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = JobProgram.begin
+
+    def begin(self: JobProgram, starts: Sequence[Tree]) -> None:
+        if len(starts) > 2:
+            raise torch.OutOfMemoryError("too many")
+        real(self, starts)
+
+    monkeypatch.setattr(JobProgram, "begin", begin)
+    tree, _ = played(plan("fedavg", EQUAL), SequentialEngine(plan("fedavg", EQUAL)))
+    engine = StackedEngine([made := plan("fedavg", EQUAL)], stays=False)
+    other, _ = played(made, engine)
+    assert {each.rows for each in engine._jobs._programs.values()} <= {1, 2}
+    assert gap(tree, other) < 1e-10
+
+
+@pytest.mark.parametrize("method", ["fedbn+local-momentum", "tracker"])
+def test_a_restart_at_any_event_changes_no_bit(method: str) -> None:
+    """Updates that left a stack and have not arrived are kept: who is trained along may change their bits."""
+
+    def made(store: Store) -> Simulation:
+        sites = plan(method, UNEQUAL)
+        server = ArrivalServer(sites, sites.federation.training_clients, strategies.parse("fedbuff(b=2)"))
+        return Simulation(server, sites, StackedEngine([sites], stays=False), store, shifted(), concurrency=9)
+
+    def ended(restarts: Sequence[int]) -> tuple[str, list[str]]:
+        store = Store()
+        clock, event = made(store), 0
+        while not clock.server.finished:
+            if event in restarts:
+                facts, trees = clock.state()
+                clock = made(store)
+                clock.load(json.loads(json.dumps(facts)), trees)
+            list(clock.advance())
+            event += 1
+        return digest(clock.server.tree), [digest(store.get(client).tree) for client in range(len(UNEQUAL))]
+
+    whole = ended([])
+    assert ended([1, 5, 6]) == whole
+    assert ended([3, 11, 14]) == whole
