@@ -2,7 +2,7 @@
 
 Programs take the moments of a chunk of pixels (or the convolution before took them), and the next launch joins the
 chunks by Chan's rule, so that no large sums cancel, before it writes its tile: normalised, with what a residual block
-adds and the ReLU that follows. The backward pass is two launches as well. Where `training` is false the same kernels
+adds and the ReLU or ReLU6 that follows. The backward pass is two launches as well. Where `training` is false the same kernels
 normalise by the running statistics.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
@@ -24,6 +24,25 @@ def tile_of_program(rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (channel < CHANNELS)[None, :]
     return channel, mask, (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
+
+
+@triton.jit
+def _rectified(y, CEILING: tl.constexpr):
+    """What a ReLU leaves of y, or a ReLU6 with its ceiling; what is no number stays."""
+    y = tl.where(y < 0, 0.0, y)
+    if CEILING is not None:
+        y = tl.where(y > CEILING, CEILING, y)
+    return y
+
+
+@triton.jit
+def _through(dy, y_ptr, at, mask, CEILING: tl.constexpr):
+    """The gradient in front of a ReLU, or a ReLU6, from the gradient behind it and what it left."""
+    y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.where(y <= 0, 0.0, dy)
+    if CEILING is not None:
+        dy = tl.where(y >= CEILING, 0.0, dy)
+    return dy
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])  # one kernel for batches of all sizes
@@ -73,7 +92,7 @@ def _normalise_kernel(
     y_ptr, mean_ptr, var_ptr, new_mean_ptr, new_var_ptr, new_counter_ptr,
     gamma_stride, beta_stride, old_mean_stride, old_var_stride, counter_stride, rows, parts, part_rows, rate, eps,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
-    TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
+    TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, CEILING: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
@@ -104,7 +123,7 @@ def _normalise_kernel(
     if ADD:
         y += tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        y = tl.where(y < 0, 0.0, y)  # what is no number stays
+        y = _rectified(y, CEILING)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -112,6 +131,7 @@ def _normalise_kernel(
 def _grad_sums_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, part_ptr, rows, chunks, eps,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
+    CEILING: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
@@ -125,7 +145,7 @@ def _grad_sums_kernel(
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) <= 0, 0.0, dy)
+        dy = _through(dy, y_ptr, at, mask, CEILING)
     hat = (x - mean[None, :]) * tl.rsqrt(var + eps)[None, :]
     base = part_ptr + (client * chunks + chunk) * (2 * CHANNELS) + channel
     tl.store(base, tl.sum(dy, 0), mask=inside)
@@ -137,7 +157,7 @@ def _input_grad_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
     gamma_stride, rows, chunks, eps,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    TRAINING: tl.constexpr, RELU: tl.constexpr, MASKED: tl.constexpr,
+    TRAINING: tl.constexpr, RELU: tl.constexpr, CEILING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
@@ -160,7 +180,7 @@ def _input_grad_kernel(
     at = (client * rows + row)[:, None] * CHANNELS + channel[None, :]
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) <= 0, 0.0, dy)
+        dy = _through(dy, y_ptr, at, mask, CEILING)
     if MASKED:
         tl.store(masked_ptr + at, dy.to(masked_ptr.dtype.element_ty), mask=mask)
     if TRAINING:
@@ -217,7 +237,8 @@ class Running(NamedTuple):
 
 def run_norm(
     x: Tensor, gamma: Tensor, beta: Tensor, running: Running, *, training: bool, rate: float, eps: float,
-    addend: Tensor | None = None, relu: bool = False, parts: tuple[Tensor, int] | None = None,
+    addend: Tensor | None = None, relu: bool = False, ceiling: float | None = None,
+    parts: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Running]:  # fmt: skip
     """y, mean and biased variance of x (client, ..., channel), contiguous, and the moved running statistics.
 
@@ -242,19 +263,20 @@ def run_norm(
         x, moments, gamma, beta, x if addend is None else addend, *running, y, mean, var, *moved, *strides,
         cut.rows, count, part_rows, rate, eps, CHANNELS=cut.channels, ROWS=cut.chunk, BLOCK=cut.block,
         PARTS=at_once, TURNS=triton.cdiv(count, at_once), TRAINING=training, ADD=addend is not None, RELU=relu,
-        num_warps=8,
+        CEILING=ceiling, num_warps=8,
     )  # fmt: skip
     return y, mean, var, moved
 
 
 def run_norm_grad(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, *, training: bool, eps: float,
-    y: Tensor | None = None, masked: bool = False,
+    y: Tensor | None = None, ceiling: float | None = None, masked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, gamma and beta; with y, dy is that of its ReLU, which `masked` hands over too."""
+    """Gradients of x, gamma and beta; with y, dy is that behind its ReLU; the one in front is what `masked` adds."""
     cut = cut_of(x)
     parts = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
-    shape = {"CHANNELS": cut.channels, "ROWS": cut.chunk, "BLOCK": cut.block, "RELU": y is not None, "num_warps": 8}
+    shape = {"CHANNELS": cut.channels, "ROWS": cut.chunk, "BLOCK": cut.block, "num_warps": 8}
+    shape |= {"RELU": y is not None, "CEILING": ceiling}
     outer = x if y is None else y
     _grad_sums_kernel[cut.grid](x, dy, outer, mean, var, parts, cut.rows, cut.chunks, eps, **shape)
     dx = torch.empty_like(x)

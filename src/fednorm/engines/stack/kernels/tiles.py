@@ -24,6 +24,10 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+DEPTH_PAIRS = 64
+"""Pairs of pixels, one above the other, that a program of a depthwise convolution has."""
+
+
 def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:
     """The cut of a convolution by its channels and a client's pixels; `wide` numbers have 4 bytes."""
     block = min(64, max(16, power_of_2(outs)))
