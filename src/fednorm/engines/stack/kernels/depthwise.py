@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fednorm.engines.stack.kernels.tiles import DEPTH_PAIRS, power_of_2
+from fednorm.engines.stack.kernels.tiles import DEPTH_PAIRS, power_of_2, words
 
 _CHANNELS = 32
 """Channels of a program, at most: 64 bytes in a narrow type."""
@@ -45,7 +45,7 @@ class Depth(NamedTuple):
         return {**sizes, "PAD_H": pad_h, "PAD_W": pad_w}
 
 
-_SIZES = ["batch", "in_height", "in_width", "out_height", "out_width", "steps"]
+_SIZES = ["batch", "in_height", "in_width", "out_height", "out_width", "words"]
 
 
 @triton.jit
@@ -63,17 +63,17 @@ def _meets(offset, taps, dilation):
 
 @triton.jit(do_not_specialize=[*_SIZES, "tiles"])
 def _depth_kernel(
-    x_ptr, w_ptr, y_ptr, part_ptr, w_stride, batch, in_height, in_width, out_height, out_width, steps, tiles,
+    x_ptr, w_ptr, y_ptr, part_ptr, w_stride, batch, in_height, in_width, out_height, out_width, words, tiles,
     KH: tl.constexpr, KW: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, PAD_H: tl.constexpr,
     PAD_W: tl.constexpr, BACKWARD: tl.constexpr, MOMENTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    WORD: tl.constexpr,
 ):  # fmt: skip
     """y = conv(x, w), or with BACKWARD the gradient of the input, where x is dy.
 
     MOMENTS leaves mean and squared deviations of each tile's pixels, for a batch norm; then heights are even.
     """
     client = tl.program_id(1).to(tl.int64)
-    channels = steps * ALIGNED  # so that the compiler knows how wide words may be
+    channels = words * WORD  # so that the compiler knows how wide words may be
     tile, channel = _block(channels, BLOCK)
     known = channel < channels
     pairs = (out_height + 1) // 2
@@ -129,13 +129,13 @@ def _depth_kernel(
 
 @triton.jit(do_not_specialize=[*_SIZES, "clients", "turns"])
 def _filter_kernel(
-    x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, steps, clients, turns,
+    x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, words, clients, turns,
     KH: tl.constexpr, KW: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr, PIXELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    PAD_W: tl.constexpr, PIXELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
     """A share of the pixels' part of the gradient of filters, some taps at a time."""
     client = tl.program_id(1).to(tl.int64)
-    channels = steps * ALIGNED
+    channels = words * WORD
     split, channel = _block(channels, BLOCK)
     known = channel < channels
     total = batch * out_height * out_width
@@ -168,9 +168,9 @@ def _filter_kernel(
 def _common(x: Tensor, shape: Depth) -> tuple[int, int, dict[str, Any]]:
     """How many blocks of channels there are, and words of them, and the constants that all kernels take."""
     channels = x.shape[-1]
-    block, aligned = min(_CHANNELS, power_of_2(channels)), 8 if channels % 8 == 0 else 1
-    constants = {**shape.constants, "BLOCK": block, "ALIGNED": aligned, "num_warps": 4}
-    return triton.cdiv(channels, block), channels // aligned, constants
+    block, (count, word) = min(_CHANNELS, power_of_2(channels)), words(channels)
+    constants = {**shape.constants, "BLOCK": block, "WORD": word, "num_warps": 4}
+    return triton.cdiv(channels, block), count, constants
 
 
 def run_depthwise(
@@ -184,9 +184,9 @@ def run_depthwise(
     y = x.new_empty(clients, batch, *size, channels)
     tiles = triton.cdiv(batch * triton.cdiv(size[0], 2) * size[1], DEPTH_PAIRS)
     parts = torch.empty((clients, tiles, 2, channels) if moments else (0,), dtype=torch.float32, device=x.device)
-    blocks, steps, constants = _common(x, shape)
+    blocks, count, constants = _common(x, shape)
     _depth_kernel[(tiles * blocks, clients)](
-        x, w, y, parts, w.stride(0), batch, height, width, *size, steps, tiles,
+        x, w, y, parts, w.stride(0), batch, height, width, *size, count, tiles,
         BACKWARD=backward, MOMENTS=moments, PAIRS=DEPTH_PAIRS, **constants,
     )  # fmt: skip
     return y, parts
@@ -196,7 +196,7 @@ def run_filter_grad(x: Tensor, dy: Tensor, shape: Depth) -> Tensor:
     """The gradient of the filters, (client, channel, height, width) in float32."""
     clients, batch, height, width, channels = x.shape
     size = dy.shape[2:4]
-    blocks, steps, constants = _common(x, shape)
+    blocks, count, constants = _common(x, shape)
     tiles = triton.cdiv(batch * size[0] * size[1], _PIXELS)
     turns = max(_FEWEST_TURNS, triton.cdiv(tiles, max(1, _PROGRAMS // (blocks * clients))))
     splits = triton.cdiv(tiles, turns)
@@ -204,7 +204,7 @@ def run_filter_grad(x: Tensor, dy: Tensor, shape: Depth) -> Tensor:
         splits, clients, channels, shape.kernel_h, shape.kernel_w, dtype=torch.float32, device=x.device
     )
     _filter_kernel[(splits * blocks, clients)](
-        x, dy, parts, batch, height, width, *size, steps, clients, turns,
+        x, dy, parts, batch, height, width, *size, count, clients, turns,
         PIXELS=_PIXELS, TAPS=_TAPS, **constants,
     )
     return parts.sum(0) if splits > 1 else parts[0]  # always in the same order, so that two runs are equal

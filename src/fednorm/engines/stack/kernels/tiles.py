@@ -24,6 +24,16 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def words(channels: int) -> tuple[int, int]:
+    """How many words a pixel's channels are, and channels of a word: what a kernel must know to read 16 bytes at once.
+
+    >>> words(144), words(10)
+    ((18, 8), (10, 1))
+    """
+    word = 8 if channels % 8 == 0 else 1
+    return channels // word, word
+
+
 DEPTH_PAIRS = 64
 """Pairs of pixels, one above the other, that a program of a depthwise convolution has."""
 
