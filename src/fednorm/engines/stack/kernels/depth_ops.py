@@ -71,9 +71,7 @@ def _(x: Tensor, w: Tensor, stride: int, padding: list[int], dilation: int) -> T
 
 
 @torch.library.custom_op("fednorm::depthwise_moments", mutates_args=())
-def depthwise_moments(
-    x: Tensor, w: Tensor, stride: int, padding: list[int], dilation: int
-) -> tuple[Tensor, Tensor]:
+def depthwise_moments(x: Tensor, w: Tensor, stride: int, padding: list[int], dilation: int) -> tuple[Tensor, Tensor]:
     """The same, and (client, part, 2, channel): mean and squared deviations of the pixels of each part.
 
     Pixels of one part lie in pairs of rows, so the height of y must be even.
@@ -127,9 +125,7 @@ def depthwise_weight_grad(
         return run_filter_grad(channels_last(x), channels_last(dy), shape).unsqueeze(2)
     clients, channels = len(x), len(x) * x.shape[2]
     pads = cast(int, tuple(padding))
-    dw = conv2d_weight(
-        merge_groups(x), (channels, 1, *kernel), merge_groups(dy), stride, pads, dilation, channels
-    )
+    dw = conv2d_weight(merge_groups(x), (channels, 1, *kernel), merge_groups(dy), stride, pads, dilation, channels)
     return dw.unflatten(0, (clients, -1)).to(master_type(x)).contiguous()
 
 

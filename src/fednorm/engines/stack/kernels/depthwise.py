@@ -1,9 +1,9 @@
-"""Triton kernels for depthwise convolutions of a stack of clients, activations as (client, batch, height, width, channel).
+"""Triton kernels for depthwise convolutions of a stack of clients, activations laid out with the channel last.
 
-Every channel has a filter of its own, so there is no product of matrices to be made: a pass over memory is all the work.
-A program has some channels of pixels in pairs, one above the other, whose taps meet many of the same numbers; these are
-read once. Channel counts and sizes of images are no constants, so that a network's layers share a few kernels. Filters
-are (client, channel, height, width).
+Every channel has a filter of its own, so there is no product of matrices: a pass over memory is all the work. A program
+has channels of pixels in pairs, one above the other, whose taps meet many of the same numbers; these are read once.
+Numbers of channels and sizes of images are no constants, so that a network's layers share a few kernels. Filters are
+(client, channel, height, width).
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 # A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
@@ -144,8 +144,8 @@ def _filter_kernel(
     part = part_ptr + ((split * clients + client) * channels + channel) * (KH * KW)
     for first in tl.static_range(0, KH * KW, TAPS):
         sums = ()
-        for tap in tl.static_range(first, min(first + TAPS, KH * KW)):
-            sums = sums + (tl.zeros((PIXELS, BLOCK), dtype=tl.float32),)
+        for _ in tl.static_range(first, min(first + TAPS, KH * KW)):
+            sums = sums + (tl.zeros((PIXELS, BLOCK), dtype=tl.float32),)  # noqa: RUF005 (all that Triton knows)
         for turn in range(turns):
             pixel = (split * turns + turn) * PIXELS + tl.arange(0, PIXELS)
             column, row, image = pixel % out_width, pixel // out_width % out_height, pixel // (out_width * out_height)
@@ -159,7 +159,7 @@ def _filter_kernel(
                 hit = (from_row >= 0) & (from_row < in_height) & (from_column >= 0) & (from_column < in_width)
                 at = ((image * in_height + from_row) * in_width + from_column) * channels
                 x = tl.load(x_base + at[:, None], mask=(hit & inside)[:, None] & known[None, :], other=0.0)
-                longer = longer + (sums[tap - first] + x.to(tl.float32) * dy,)
+                longer = longer + (sums[tap - first] + x.to(tl.float32) * dy,)  # noqa: RUF005
             sums = longer
         for tap in tl.static_range(first, min(first + TAPS, KH * KW)):
             tl.store(part + tap, tl.sum(sums[tap - first], 0), mask=known)
@@ -200,11 +200,20 @@ def run_filter_grad(x: Tensor, dy: Tensor, shape: Depth) -> Tensor:
     tiles = triton.cdiv(batch * size[0] * size[1], _PIXELS)
     turns = max(_FEWEST_TURNS, triton.cdiv(tiles, max(1, _PROGRAMS // (blocks * clients))))
     splits = triton.cdiv(tiles, turns)
-    parts = torch.empty(
-        splits, clients, channels, shape.kernel_h, shape.kernel_w, dtype=torch.float32, device=x.device
-    )
+    parts = torch.empty(splits, clients, channels, shape.kernel_h, shape.kernel_w, dtype=torch.float32, device=x.device)
     _filter_kernel[(splits * blocks, clients)](
-        x, dy, parts, batch, height, width, *size, count, clients, turns,
-        PIXELS=_PIXELS, TAPS=_TAPS, **constants,
+        x,
+        dy,
+        parts,
+        batch,
+        height,
+        width,
+        *size,
+        count,
+        clients,
+        turns,
+        PIXELS=_PIXELS,
+        TAPS=_TAPS,
+        **constants,
     )
     return parts.sum(0) if splits > 1 else parts[0]  # always in the same order, so that two runs are equal

@@ -2,8 +2,8 @@
 
 Programs take the moments of a chunk of pixels (or the convolution before took them), and the next launch joins the
 chunks by Chan's rule, so that no large sums cancel, before it writes its tile: normalised, with what a residual block
-adds and the ReLU or ReLU6 that follows. The backward pass is two launches as well. Where `training` is false the same kernels
-normalise by the running statistics.
+adds and the ReLU or ReLU6 that follows. Of very many chunks a launch in between joins them once for all. The backward
+pass is two launches as well. Where `training` is false the same kernels normalise by the running statistics.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 # A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
@@ -66,9 +66,7 @@ def _moments_kernel(
 
 
 @triton.jit
-def _join(
-    part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):
+def _join(part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """Mean and biased variance of a client's channels, from the moments of its parts."""
     base = part_ptr + client * parts * (2 * channels) + channel[None, :]
     inside = (channel < channels)[None, :]

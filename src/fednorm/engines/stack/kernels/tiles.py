@@ -43,7 +43,8 @@ def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:
     block = min(64, max(16, power_of_2(outs)))
     if wide and ins >= 16 and block > 16:
         return Tile(pixels=8192 // block, outs=block, terms=16, warps=256 // block, stages=3)
-    terms = 32 if ins < 16 else min(64, power_of_2(ins))
+    # Many pixels of many terms each would not fit into the 99 KB of a consumer's GPU.
+    terms = 32 if ins < 16 else min(64 if block > 16 else 32, power_of_2(ins))
     if not wide and outs >= 128 and terms == 64:
         # Many channels come with few pixels, which are then cut finer to have enough programs.
         return Tile(64, 128, terms, 4, 4) if outs >= 256 else Tile(128, 128, terms, 4, 3)
