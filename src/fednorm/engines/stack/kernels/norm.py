@@ -66,21 +66,24 @@ def _moments_kernel(
 
 
 @triton.jit
-def _join(part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def _join(
+    part_ptr, client, part_rows, rows, parts, channel, channels,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
     """Mean and biased variance of a client's channels, from the moments of its parts."""
     base = part_ptr + client * parts * (2 * channels) + channel[None, :]
     inside = (channel < channels)[None, :]
     mean = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
+    for turn in tl.static_range(TURNS):
+        part = turn * PARTS + tl.arange(0, PARTS)
         count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
         at = part[:, None] * (2 * channels)
         means = tl.load(base + at, mask=(part < parts)[:, None] & inside, other=0.0)
         mean += tl.sum(means * count[:, None], 0)
     mean = mean / rows
     var = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
+    for turn in tl.static_range(TURNS):
+        part = turn * PARTS + tl.arange(0, PARTS)
         count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
         at = part[:, None] * (2 * channels)
         mask = (part < parts)[:, None] & inside
@@ -93,13 +96,13 @@ def _join(part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK: tl
 @triton.jit(do_not_specialize=["rows", "parts", "part_rows", "channel_words"])
 def _join_kernel(
     part_ptr, whole_ptr, rows, parts, part_rows, channel_words,
-    WORD: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    WORD: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """The moments of all a client's pixels, as those of one part."""
     client = tl.program_id(0).to(tl.int64)
     channels = channel_words * WORD
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mean, var = _join(part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK, PARTS)
+    mean, var = _join(part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK, PARTS, TURNS)
     whole = whole_ptr + client * (2 * channels) + channel
     tl.store(whole, mean, mask=channel < channels)
     tl.store(whole + channels, var * rows, mask=channel < channels)
@@ -110,7 +113,7 @@ def _normalise_kernel(
     x_ptr, part_ptr, gamma_ptr, beta_ptr, add_ptr, old_mean_ptr, old_var_ptr, counter_ptr,
     y_ptr, mean_ptr, var_ptr, new_mean_ptr, new_var_ptr, new_counter_ptr,
     gamma_stride, beta_stride, old_mean_stride, old_var_stride, counter_stride, rows, parts, part_rows, channel_words,
-    rate, eps, WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    rate, eps, WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
     TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, CEILING: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -122,7 +125,7 @@ def _normalise_kernel(
     old_mean = tl.load(old_mean_ptr + client * old_mean_stride + channel, mask=inside, other=0.0)
     old_var = tl.load(old_var_ptr + client * old_var_stride + channel, mask=inside, other=1.0)
     if TRAINING:
-        mean, var = _join(part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK, PARTS)
+        mean, var = _join(part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK, PARTS, TURNS)
     else:
         mean, var = old_mean, old_var
     scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * tl.rsqrt(var + eps)
@@ -283,6 +286,7 @@ def run_norm(
         parts = _joined(*parts, cut), cut.rows
     moments, part_rows = parts or (gamma, 1)
     joined = moments.shape[1] if training else 1
+    at_once = _at_once(joined, _MOST_PARTS)
     y = torch.empty_like(x)
     mean, var = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
     moved = Running(*(each.new_empty(each.shape) for each in running)) if training else running
@@ -290,7 +294,7 @@ def run_norm(
     _normalise_kernel[cut.grid](
         x, moments, gamma, beta, x if addend is None else addend, *running, y, mean, var, *moved, *strides,
         cut.rows, joined, part_rows, count, rate, eps, WORD=word, ROWS=cut.chunk, BLOCK=cut.block,
-        PARTS=_at_once(joined, _MOST_PARTS), TRAINING=training, ADD=addend is not None, RELU=relu,
+        PARTS=at_once, TURNS=triton.cdiv(joined, at_once), TRAINING=training, ADD=addend is not None, RELU=relu,
         CEILING=ceiling, num_warps=8,
     )  # fmt: skip
     return y, mean, var, moved
@@ -300,9 +304,10 @@ def _joined(parts: Tensor, part_rows: int, cut: Cut) -> Tensor:
     """The moments of all pixels (client, 1, 2, channel), from those of their parts."""
     whole = torch.empty(cut.clients, 1, 2, cut.channels, device=parts.device)
     (count, word), block = words(cut.channels), min(_FEW_CHANNELS, cut.block)
+    turns = triton.next_power_of_2(triton.cdiv(parts.shape[1], _MOST_PARTS))  # so that few kernels serve all
     _join_kernel[(cut.clients, triton.cdiv(cut.channels, block))](
         parts, whole, cut.rows, parts.shape[1], part_rows, count,
-        WORD=word, BLOCK=block, PARTS=_MOST_PARTS, num_warps=4,
+        WORD=word, BLOCK=block, PARTS=_MOST_PARTS, TURNS=turns, num_warps=4,
     )  # fmt: skip
     return whole
 
