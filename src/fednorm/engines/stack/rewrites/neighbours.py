@@ -16,7 +16,7 @@ _aten, _own = torch.ops.aten, torch.ops.fednorm
 _RELU_GRAD, _RELU6_GRAD = _aten.threshold_backward.default, _aten.hardtanh_backward.default
 MOST_PARTS = 1024
 """Of more tiles a batch norm does not join the moments; it takes its own."""
-_MOMENTS = {
+_MOMENTS: dict[Any, Any] = {
     _own.conv.default: _own.conv_moments.default,
     _own.depthwise.default: _own.depthwise_moments.default,
 }
