@@ -17,7 +17,7 @@ from fednorm.engines.stack.gather import _CODES
 from fednorm.engines.stack.kernels import conv, depthwise, elements, group_norm, norm
 from fednorm.engines.stack.kernels.images import take_images
 from fednorm.engines.stack.kernels.ops import channels_last, channels_second
-from fednorm.engines.stack.kernels.tiles import DEPTH_PAIRS, conv_tile
+from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, conv_tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -73,7 +73,7 @@ def check_depthwise(channels: int, kernel: int, stride: int, padding: int, dilat
     dw = torch.stack([grad.conv2d_weight(a, b.shape, c, *numbers) for a, b, c in each])
     close(depthwise.run_filter_grad(channels_last(x), channels_last(dy), shape), dw.squeeze(2))
     if even:
-        check_norm(got, (parts, 2 * DEPTH_PAIRS), training=True, ceiling=0.5)
+        check_norm(got, (parts, DEPTH_PIXELS), training=True, ceiling=0.5)
 
 
 def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool, ceiling: float | None = None) -> None:

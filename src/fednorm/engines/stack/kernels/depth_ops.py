@@ -21,10 +21,7 @@ from fednorm.engines.stack.kernels.ops import (
     moments_of,
     split_groups,
 )
-from fednorm.engines.stack.kernels.tiles import DEPTH_PAIRS
-
-PART_ROWS = 2 * DEPTH_PAIRS
-"""Pixels that each part of `depthwise_moments` covers."""
+from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, depth_rows
 
 
 def _shape(kernel: list[int], stride: int, padding: list[int], dilation: int) -> Any:
@@ -74,19 +71,20 @@ def _(x: Tensor, w: Tensor, stride: int, padding: list[int], dilation: int) -> T
 def depthwise_moments(x: Tensor, w: Tensor, stride: int, padding: list[int], dilation: int) -> tuple[Tensor, Tensor]:
     """The same, and (client, part, 2, channel): mean and squared deviations of the pixels of each part.
 
-    Pixels of one part lie in pairs of rows, so the height of y must be even.
+    Pixels of one part lie in columns of two or four, so the height of y must be even.
     """
     if kernels_fit(x):
         return _convolved(x, w, stride, padding, dilation, moments=True)
     y = depthwise(x, w, stride, padding, dilation)
-    pairs = channels_last(y).unflatten(2, (-1, 2)).movedim(3, 4)  # (client, image, pair, column, 2, channel)
-    return y, moments_of(pairs.flatten(1, 4), PART_ROWS)
+    # (client, image, group of rows, column, row of the group, channel)
+    columns = channels_last(y).unflatten(2, (-1, depth_rows(y.shape[3]))).movedim(3, 4)
+    return y, moments_of(columns.flatten(1, 4), DEPTH_PIXELS)
 
 
 @depthwise_moments.register_fake
 def _(x: Tensor, w: Tensor, stride: int, padding: list[int], dilation: int) -> tuple[Tensor, Tensor]:
     y = laid_out(x, *x.shape[:3], *_out_size(x, w, stride, padding, dilation))
-    parts = -(-y.numel() // (y.shape[0] * y.shape[2] * PART_ROWS))
+    parts = -(-y.numel() // (y.shape[0] * y.shape[2] * DEPTH_PIXELS))
     return y, x.new_empty(len(x), parts, 2, x.shape[2], dtype=master_type(x))
 
 

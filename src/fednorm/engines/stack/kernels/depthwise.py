@@ -1,13 +1,13 @@
 """Triton kernels for depthwise convolutions of a stack of clients, activations laid out with the channel last.
 
 Every channel has a filter of its own, so there is no product of matrices: a pass over memory is all the work. A program
-has channels of pixels in pairs, one above the other, whose taps meet many of the same numbers; these are read once.
+has channels of pixels in columns, one below the other, whose taps meet many of the same numbers; these are read once.
 Numbers of channels and sizes of images are no constants, so that a network's layers share a few kernels. Filters are
 (client, channel, height, width).
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
-# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
-# pyright: reportIndexIssue=false
+# A jitted kernel is started by indexing it with its grid, which type checkers cannot know, nor what its tuples hold.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fednorm.engines.stack.kernels.tiles import DEPTH_PAIRS, power_of_2, words
+from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, depth_rows, power_of_2, words
 
 _CHANNELS = 32
 """Channels of a program, at most: 64 bytes in a narrow type."""
@@ -56,42 +56,47 @@ def _block(channels, BLOCK: tl.constexpr):
 
 
 @triton.constexpr_function
-def _meets(offset, taps, dilation):
-    """Whether a tap of a filter lies this far from its first."""
-    return offset >= 0 and offset % dilation == 0 and offset // dilation < taps
+def _tap(step, row, taps, rows, stride, dilation, backward):
+    """Which row of a filter's taps meets a row of x, counted from the first that a column reads; -1 for none."""
+    offset = step - (rows - 1 - row if backward else row * stride)
+    return offset // dilation if 0 <= offset < taps * dilation and offset % dilation == 0 else -1
+
+
+@triton.constexpr_function
+def _is_read(step, taps, rows, stride, dilation, backward):
+    """Whether a tap of any pixel of a column meets this row of x."""
+    return any(_tap(step, row, taps, rows, stride, dilation, backward) >= 0 for row in range(rows))
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "tiles"])
 def _depth_kernel(
     x_ptr, w_ptr, y_ptr, part_ptr, w_stride, batch, in_height, in_width, out_height, out_width, words, tiles,
     KH: tl.constexpr, KW: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr, BACKWARD: tl.constexpr, MOMENTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-    WORD: tl.constexpr,
+    PAD_W: tl.constexpr, BACKWARD: tl.constexpr, MOMENTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
     """y = conv(x, w), or with BACKWARD the gradient of the input, where x is dy.
 
-    MOMENTS leaves mean and squared deviations of each tile's pixels, for a batch norm; then heights are even.
+    MOMENTS leaves mean and squared deviations of each tile's pixels, for a batch norm; then ROWS divide the height.
     """
     client = tl.program_id(1).to(tl.int64)
     channels = words * WORD  # so that the compiler knows how wide words may be
     tile, channel = _block(channels, BLOCK)
     known = channel < channels
-    pairs = (out_height + 1) // 2
-    index = tile * PAIRS + tl.arange(0, PAIRS)
-    column, row, image = index % out_width, index // out_width % pairs * 2, index // (out_width * pairs)
+    high = tl.cdiv(out_height, ROWS)
+    index = tile * COLUMNS + tl.arange(0, COLUMNS)
+    column, row, image = index % out_width, index // out_width % high * ROWS, index // (out_width * high)
     inside = image < batch
     x_base = x_ptr + client * (batch * in_height * in_width * channels)
     filters = w_ptr + client * w_stride + channel * (KH * KW)
-    upper = tl.zeros((PAIRS, BLOCK), dtype=tl.float32)
-    lower = tl.zeros((PAIRS, BLOCK), dtype=tl.float32)
-    # From which row of x on, of those that a pair reads, the upper pixel's taps meet it, and the lower one's.
-    UP: tl.constexpr = 1 if BACKWARD else 0
-    LOW: tl.constexpr = 0 if BACKWARD else STRIDE
-    for step in tl.static_range((KH - 1) * DILATION + 1 + UP + LOW):
-        if _meets(step - UP, KH, DILATION) or _meets(step - LOW, KH, DILATION):
+    sums = ()
+    for _ in tl.static_range(ROWS):
+        sums = sums + (tl.zeros((COLUMNS, BLOCK), dtype=tl.float32),)  # noqa: RUF005 (all that Triton knows)
+    for step in tl.static_range((KH - 1) * DILATION + 1 + (ROWS - 1) * (1 if BACKWARD else STRIDE)):
+        if _is_read(step, KH, ROWS, STRIDE, DILATION, BACKWARD):
             for kw in tl.static_range(KW):
                 if BACKWARD:
-                    from_row, from_column = row + (PAD_H + 1 - step), column + (PAD_W - kw * DILATION)
+                    from_row, from_column = row + (PAD_H + ROWS - 1 - step), column + (PAD_W - kw * DILATION)
                     hit = (from_row >= 0) & (from_column >= 0)
                     if STRIDE > 1:
                         hit = hit & (from_row % STRIDE == 0) & (from_column % STRIDE == 0)
@@ -104,27 +109,33 @@ def _depth_kernel(
                 at = ((image * in_height + from_row) * in_width + from_column) * channels
                 mask = hit[:, None] & known[None, :]
                 x = tl.load(x_base + at[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-                if _meets(step - UP, KH, DILATION):
-                    w = tl.load(filters + ((step - UP) // DILATION * KW + kw), mask=known, other=0.0)
-                    upper += x * w.to(tl.float32)[None, :]
-                if _meets(step - LOW, KH, DILATION):
-                    w = tl.load(filters + ((step - LOW) // DILATION * KW + kw), mask=known, other=0.0)
-                    lower += x * w.to(tl.float32)[None, :]
-    top, bottom = upper.to(y_ptr.dtype.element_ty), lower.to(y_ptr.dtype.element_ty)
+                longer = ()
+                for each in tl.static_range(ROWS):
+                    if _tap(step, each, KH, ROWS, STRIDE, DILATION, BACKWARD) >= 0:
+                        tap = _tap(step, each, KH, ROWS, STRIDE, DILATION, BACKWARD) * KW + kw
+                        w = tl.load(filters + tap, mask=known, other=0.0).to(tl.float32)
+                        longer = longer + (sums[each] + x * w[None, :],)  # noqa: RUF005
+                    else:
+                        longer = longer + (sums[each],)  # noqa: RUF005
+                sums = longer
     place = y_ptr + client * (batch * out_height * out_width * channels) + channel[None, :]
-    at = (((image * out_height + row) * out_width + column) * channels)[:, None]
-    tl.store(place + at, top, mask=inside[:, None] & known[None, :])
-    below = inside & (row + 1 < out_height)
-    tl.store(place + (at + out_width * channels), bottom, mask=below[:, None] & known[None, :])
+    at = ((image * out_height + row) * out_width + column) * channels
+    total = tl.zeros((COLUMNS, BLOCK), dtype=tl.float32)
+    for each in tl.static_range(ROWS):
+        y = sums[each].to(y_ptr.dtype.element_ty)
+        mask = (inside & (row + each < out_height))[:, None] & known[None, :]
+        tl.store(place + (at + each * out_width * channels)[:, None], y, mask=mask)
+        total += y.to(tl.float32)  # what the batch norm will read, and 0 behind the last pixel
     if MOMENTS:
-        count = 2 * tl.minimum(batch * pairs * out_width - tile * PAIRS, PAIRS).to(tl.float32)
-        above, beneath = top.to(tl.float32), bottom.to(tl.float32)  # what the batch norm will read
-        mean = tl.sum(above + beneath, 0) / count  # behind the last pixel both are 0
-        above = tl.where(inside[:, None], above - mean[None, :], 0.0)
-        beneath = tl.where(inside[:, None], beneath - mean[None, :], 0.0)
+        count = ROWS * tl.minimum(batch * high * out_width - tile * COLUMNS, COLUMNS).to(tl.float32)
+        mean = tl.sum(total, 0) / count
+        squares = tl.zeros((COLUMNS, BLOCK), dtype=tl.float32)
+        for each in tl.static_range(ROWS):
+            away = sums[each].to(y_ptr.dtype.element_ty).to(tl.float32) - mean[None, :]
+            squares += tl.where(inside[:, None], away * away, 0.0)
         part = part_ptr + (client * tiles + tile) * (2 * channels) + channel
         tl.store(part, mean, mask=known)
-        tl.store(part + channels, tl.sum(above * above + beneath * beneath, 0), mask=known)
+        tl.store(part + channels, tl.sum(squares, 0), mask=known)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "clients", "turns"])
@@ -168,7 +179,10 @@ def _filter_kernel(
 def _common(x: Tensor, shape: Depth) -> tuple[int, int, dict[str, Any]]:
     """How many blocks of channels there are, and words of them, and the constants that all kernels take."""
     channels = x.shape[-1]
-    block, (count, word) = min(_CHANNELS, power_of_2(channels)), words(channels)
+    most = (
+        _CHANNELS if shape.kernel_h * shape.kernel_w <= _TAPS else _CHANNELS // 2
+    )  # larger filters fill the registers
+    block, (count, word) = min(most, power_of_2(channels)), words(channels)
     constants = {**shape.constants, "BLOCK": block, "WORD": word, "num_warps": 4}
     return triton.cdiv(channels, block), count, constants
 
@@ -182,12 +196,14 @@ def run_depthwise(
     """
     clients, batch, height, width, channels = x.shape
     y = x.new_empty(clients, batch, *size, channels)
-    tiles = triton.cdiv(batch * triton.cdiv(size[0], 2) * size[1], DEPTH_PAIRS)
+    rows = depth_rows(size[0])
+    columns = DEPTH_PIXELS // rows
+    tiles = triton.cdiv(batch * triton.cdiv(size[0], rows) * size[1], columns)
     parts = torch.empty((clients, tiles, 2, channels) if moments else (0,), dtype=torch.float32, device=x.device)
     blocks, count, constants = _common(x, shape)
     _depth_kernel[(tiles * blocks, clients)](
         x, w, y, parts, w.stride(0), batch, height, width, *size, count, tiles,
-        BACKWARD=backward, MOMENTS=moments, PAIRS=DEPTH_PAIRS, **constants,
+        BACKWARD=backward, MOMENTS=moments, COLUMNS=columns, ROWS=rows, **constants,
     )  # fmt: skip
     return y, parts
 

@@ -34,8 +34,13 @@ def words(channels: int) -> tuple[int, int]:
     return channels // word, word
 
 
-DEPTH_PAIRS = 64
-"""Pairs of pixels, one above the other, that a program of a depthwise convolution has."""
+DEPTH_PIXELS = 128
+"""Pixels of a program of a depthwise convolution."""
+
+
+def depth_rows(height: int) -> int:
+    """How many of these lie one below the other: 4 where that divides the height of the images."""
+    return 2 if height % 4 else 4
 
 
 def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:

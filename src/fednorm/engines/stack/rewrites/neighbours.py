@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fednorm.engines.stack.kernels import depth_ops, ops
+from fednorm.engines.stack.kernels import ops
+from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS
 from fednorm.engines.stack.rewrites.nodes import all_after, move_before, only_user, other_summand, output, replace_by
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
@@ -119,7 +120,7 @@ def share_moments(graph: Graph, norm: Node) -> None:
         return
     y: Tensor = conv.meta["val"]
     if conv.target is _own.depthwise.default:
-        rows = depth_ops.PART_ROWS if y.shape[3] % 2 == 0 else 0
+        rows = DEPTH_PIXELS if y.shape[3] % 2 == 0 else 0
     else:
         rows = ops.part_rows(conv.args[1].meta["val"], y)  # type: ignore[union-attr]
     if y.numel() // (y.shape[0] * y.shape[2]) > MOST_PARTS * rows:
