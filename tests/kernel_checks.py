@@ -15,11 +15,11 @@ from fednorm.core import rng
 from fednorm.core.optimizers import AdamUpdate
 from fednorm.data.augment import apply, draws, parse, sizes
 from fednorm.engines.stack.gather import _CODES
-from fednorm.engines.stack.kernels import conv, elements, group_norm, norm
+from fednorm.engines.stack.kernels import conv, depthwise, elements, group_norm, norm
 from fednorm.engines.stack.kernels.adam import run_adam
 from fednorm.engines.stack.kernels.images import take_images
 from fednorm.engines.stack.kernels.ops import channels_last, channels_second
-from fednorm.engines.stack.kernels.tiles import conv_tile
+from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, conv_tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -58,8 +58,28 @@ def check_conv(ins: int, outs: int, stride: int, padding: int, kernel: int, size
     return got, parts
 
 
-def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool) -> None:
-    """A batch norm with what a residual block adds and a ReLU, forward and backward."""
+def check_depthwise(channels: int, kernel: int, stride: int, padding: int, dilation: int, size: int) -> None:
+    """A filter for each channel, each way; where its tiles leave moments, a batch norm with a ReLU6 joins them."""
+    x = torch.randn(2, 3, channels, size, size + 2, device=DEVICE)
+    w = torch.randn(2, channels, 1, kernel, kernel, device=DEVICE)
+    numbers = stride, padding, dilation, channels
+    y = torch.stack([functional.conv2d(a, b, None, *numbers) for a, b in zip(x, w, strict=True)])
+    dy, shape = torch.randn_like(y), depthwise.Depth(stride, padding, padding, kernel, kernel, dilation)
+    filters, out, even = apart(w.squeeze(2)), (y.shape[3], y.shape[4]), y.shape[3] % 2 == 0
+    got, parts = depthwise.run_depthwise(channels_last(x), filters, out, shape, moments=even)
+    close(channels_second(got), y)
+    each = list(zip(x, w, dy, strict=True))
+    dx = torch.stack([grad.conv2d_input(a.shape, b, c, *numbers) for a, b, c in each])
+    back, _ = depthwise.run_depthwise(channels_last(dy), filters, (size, size + 2), shape, backward=True)
+    close(channels_second(back), dx)
+    dw = torch.stack([grad.conv2d_weight(a, b.shape, c, *numbers) for a, b, c in each])
+    close(depthwise.run_filter_grad(channels_last(x), channels_last(dy), shape), dw.squeeze(2))
+    if even:
+        check_norm(got, (parts, DEPTH_PIXELS), training=True, ceiling=0.5)
+
+
+def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool, ceiling: float | None = None) -> None:
+    """A batch norm with what a residual block adds and a ReLU, or one with a ceiling, forward and backward."""
     clients, channels = len(x), x.shape[-1]
     x = x.detach().requires_grad_()
     gamma, beta = (torch.rand(clients, channels, device=DEVICE).requires_grad_() for _ in range(2))
@@ -73,14 +93,17 @@ def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool) -> N
     def spread(values: Tensor) -> Tensor:
         return values[:, None, None, None]
 
+    normed = (x - spread(mean)) * spread((var + 1e-5).rsqrt() * gamma) + spread(beta)
+    alone = torch.autograd.grad(
+        normed.clamp(0, ceiling), (x, gamma, beta), dy := torch.randn_like(x), retain_graph=True
+    )
     extra = torch.randn_like(x)
-    y = torch.relu((x - spread(mean)) * spread((var + 1e-5).rsqrt() * gamma) + spread(beta) + extra)
-    dy = torch.randn_like(y)
+    y = (normed + extra).clamp(0, ceiling)
     wanted = torch.autograd.grad(y, (x, gamma, beta), dy)
     with torch.no_grad():
         got, got_mean, got_var, moved = norm.run_norm(
             x.detach(), apart(gamma), apart(beta), running, training=training, rate=0.1, eps=1e-5, addend=extra,
-            relu=True, parts=parts,
+            relu=True, ceiling=ceiling, parts=parts,
         )  # fmt: skip
         for left, right in ((got, y), (got_mean, mean), (got_var, var)):
             close(left, right)
@@ -90,11 +113,26 @@ def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool) -> N
             close(moved.var, 0.9 * running.var + 0.1 * var * count / (count - 1))
             assert torch.equal(moved.counter, running.counter + 1)
         *grads, masked = norm.run_norm_grad(
-            x.detach(), dy, got_mean, got_var, apart(gamma), training=training, eps=1e-5, y=got, masked=True
-        )
+            x.detach(), dy, got_mean, got_var, apart(gamma),
+            training=training, eps=1e-5, y=got, ceiling=ceiling, masked=True,
+        )  # fmt: skip
         for left, right in zip(grads, wanted, strict=True):
             close(left, right, 1e-3)
-        close(masked, dy * (got > 0))
+        close(masked, dy * ((got > 0) & (got < (ceiling or torch.inf))))
+        *grads, _ = norm.run_norm_grad(
+            x.detach(), dy, got_mean, got_var, apart(gamma),
+            training=training, eps=1e-5, beta=apart(beta), ceiling=ceiling,
+        )  # fmt: skip
+        for left, right in zip(grads, alone, strict=True):
+            close(left, right, 1e-3)
+
+
+def check_many_parts() -> None:
+    """So many parts of moments, and chunks of a gradient's sums, that a launch of its own joins them."""
+    x = torch.randn(1, 3, 97, 97, 64, device=DEVICE) + 3
+    pixels = x.flatten(1, 3).split(100, 1)
+    moments = [torch.stack([part.mean(1), (part - part.mean(1, True)).square().sum(1)], 1) for part in pixels]
+    check_norm(x, (torch.stack(moments, 1), 100), training=True)
 
 
 def check_group_norm(channels: int, groups: int, size: int) -> None:
@@ -260,6 +298,8 @@ def main() -> None:
         (70, 20, 1, 1, 3, 4),
         (16, 32, 2, 0, 1, 8),
         (32, 16, 2, 1, 3, 7),
+        (24, 40, 1, 0, 1, 6),
+        (70, 5, 1, 0, 1, 5),
     ):
         y, parts = check_conv(*case)
         pixels = y.numel() // (len(y) * y.shape[-1])
@@ -268,6 +308,9 @@ def main() -> None:
         check_norm(y, None, training=False)
     for case in ((16, 2, 8), (32, 1, 3), (8, 8, 5)):
         check_group_norm(*case)
+    for case in ((40, 3, 1, 1, 1, 8), (5, 3, 2, 1, 1, 7), (16, 5, 2, 2, 1, 10), (3, 7, 1, 3, 1, 5), (6, 3, 1, 2, 2, 6)):
+        check_depthwise(*case)
+    check_many_parts()
     if DEVICE == "cpu":
         check_far_apart()
     check_no_number(0)

@@ -79,8 +79,9 @@ def test_rows_of_pieces_that_became_one_long_row_are_joined() -> None:
     assert equal_when_fused(gates, torch.randn(2, 5, 6))["aten.cat.default"] == 1
 
 
+@pytest.mark.parametrize("ceiling", [None, 0.5], ids=["relu", "relu6"])
 @pytest.mark.parametrize("residual", [False, True])
-def test_what_follows_a_norm_is_done_by_its_operator_each_way(residual: bool) -> None:
+def test_what_follows_a_norm_is_done_by_its_operator_each_way(residual: bool, ceiling: float | None) -> None:
     """relu(norm(x)), or relu(norm(x) + other), and the gradient behind that ReLU: no other operator is left."""
     own = torch.ops.fednorm
     gamma, beta, mean, var = (torch.rand(2, 4, dtype=torch.float64) + 0.5 for _ in range(4))
@@ -89,8 +90,13 @@ def test_what_follows_a_norm_is_done_by_its_operator_each_way(residual: bool) ->
 
     def both_ways(x: Tensor, other: Tensor, dy: Tensor, gamma: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         normed, seen_mean, seen_var, *_ = own.norm(x, gamma, *state, True, 0.1, 1e-5)
-        y = (normed + other if residual else normed).relu()
-        behind = torch.ops.aten.threshold_backward(dy, y, 0)
+        summed = normed + other if residual else normed
+        if ceiling is None:
+            y = summed.relu()
+            behind = torch.ops.aten.threshold_backward(dy, y, 0)
+        else:
+            y = functional.hardtanh(summed, 0, ceiling)
+            behind = torch.ops.aten.hardtanh_backward(dy, summed, 0, ceiling)
         dx = own.norm_grad(x, behind, seen_mean, seen_var, gamma, True, 1e-5)[0]
         return (y, dx, behind) if residual else (y, dx)
 
@@ -102,6 +108,31 @@ def test_what_follows_a_norm_is_done_by_its_operator_each_way(residual: bool) ->
     }
     for got, wanted in zip(fused(*given), both_ways(*given), strict=True):
         assert torch.allclose(got, wanted, rtol=0, atol=1e-12)
+
+
+def norm_of(x: Tensor) -> Tensor:
+    """A batch norm without weights."""
+    ones, zeros = torch.ones(x.shape[0], x.shape[2]), torch.zeros(x.shape[0], x.shape[2])
+    return torch.ops.fednorm.norm(x, ones, zeros, zeros, ones, zeros[:, 0].long(), True, 0.1, 1e-5)[0]
+
+
+def test_a_residual_without_an_activation_is_added_by_the_norm() -> None:
+    found = equal_when_fused(lambda x, other: norm_of(x) + other, *torch.randn(2, 2, 3, 4, 5, 5))
+    assert not found["aten.add.Tensor"]
+
+
+@pytest.mark.parametrize("bounds", [(-1, 1), (0.5, 6)])
+def test_bounds_that_do_not_begin_at_0_are_no_relu(bounds: tuple[float, float]) -> None:
+    found = equal_when_fused(lambda x: functional.hardtanh(norm_of(x), *bounds), torch.randn(2, 3, 4, 5, 5))
+    assert found["aten.hardtanh.default"] == 1
+
+
+def test_an_activation_whose_input_others_read_stays() -> None:
+    def both(x: Tensor) -> Tensor:
+        normed = norm_of(x)
+        return functional.relu6(normed) + normed.exp()
+
+    assert equal_when_fused(both, torch.randn(2, 3, 4, 5, 5))["aten.hardtanh.default"] == 1
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -19,17 +19,19 @@ from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.slot import StackSlot
 from fednorm.engines.stack.ways import Way
 from fednorm.errors import DivergedError
+from fednorm.models.mobilenet import InvertedResidual
 from fednorm.running.run import Run
 from test_stacked import gap
 
 pytestmark = pytest.mark.skipif(not ops.INTERPRETED, reason="Triton does not interpret here")
 KERNELS = (
-    ("run_conv", "run_weight_grad"),
+    ("run_conv", "run_weight_grad", "run_point", "run_point_weight_grad"),
     ("run_norm", "run_norm_grad"),
     ("run_dropout", "run_max_pool", "run_thin", "run_relu_grad", "run_fold", "run_sgd"),
     ("take_images",),
     ("run_group_norm", "run_group_norm_grad"),
     ("run_adam",),
+    ("run_depthwise", "run_filter_grad"),
 )
 ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd"}
 
@@ -37,7 +39,7 @@ ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd"}
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel was launched."""
-    from fednorm.engines.stack.kernels import adam, conv, elements, group_norm, images, norm
+    from fednorm.engines.stack.kernels import adam, conv, depthwise, elements, group_norm, images, norm
 
     counts: Counter[str] = Counter()
 
@@ -48,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return count
 
-    for module, names in zip((conv, norm, elements, images, group_norm, adam), KERNELS, strict=True):
+    for module, names in zip((conv, norm, elements, images, group_norm, adam, depthwise), KERNELS, strict=True):
         for name in names:
             monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})
@@ -71,6 +73,14 @@ class Shortcut(nn.Module):
 def residual() -> nn.Module:
     stem = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()]
     return nn.Sequential(*stem, Shortcut(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, tiny.NUM_CLASSES))
+
+
+def mobile() -> nn.Module:
+    """Inverted residuals: one that adds its input, one with a step of 2 and filters of another size."""
+    stem = [nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU6()]
+    wide = [nn.Conv2d(6, 6, 5, 2, 2, groups=6), nn.BatchNorm2d(6), nn.ReLU6(), nn.Conv2d(6, 5, 1), nn.BatchNorm2d(5)]
+    blocks = [InvertedResidual(4, 4, 2, 1, 1), InvertedResidual(4, 6, 2, 1, 1), *wide]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, tiny.NUM_CLASSES))
 
 
 def plain() -> nn.Module:
@@ -96,6 +106,7 @@ def grouped() -> nn.Module:
 
 NORMS = {"run_norm", "run_norm_grad"}
 MODELS = {"residual": (residual, NORMS | {"run_thin"}), "bare": (bare, NORMS)}
+MODELS["mobile"] = mobile, NORMS | {"run_depthwise", "run_filter_grad", "run_point", "run_point_weight_grad"}
 MODELS["grouped"] = grouped, NORMS | {"run_group_norm", "run_group_norm_grad"}
 MODELS["plain"] = plain, {"run_max_pool", "run_dropout", "run_relu_grad"}
 CHANGES = {"data": tiny.federation((8, 8, 8)), "rounds": 1, "train__lr": 0.02, "train__dtype": "float32"}
@@ -123,6 +134,7 @@ def both(model: nn.Module, method: str, **changes: object) -> tuple[Run, Run]:
         ("plain", "fedprox", 2),
         ("bare", "fedadam", 1),
         ("grouped", "fedavg", 2),
+        ("mobile", "fedavg", 2),
     ],
 )
 def test_rounds_through_the_kernels_equal_the_reference(

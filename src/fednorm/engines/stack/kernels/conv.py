@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.pointwise import finish, precision, run_point, run_point_weight_grad
 from fednorm.engines.stack.kernels.tiles import conv_tile, weight_tile
 
 
@@ -27,6 +28,11 @@ class Shape(NamedTuple):
     pad_w: int
     kernel_h: int
     kernel_w: int
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether each pixel meets but the one of its own place."""
+        return self == (1, 0, 0, 1, 1)
 
 
 @triton.jit
@@ -116,23 +122,10 @@ def _conv_kernel(
         else:
             w = tl.load(w_base + w_at, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :], other=0.0)
         acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
-    y_at = client * (total * OUT) + pixel[:, None] * OUT + outs[None, :]
-    inside = (pixel < total)[:, None] & (outs < OUT)[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + client * bias_stride + outs, mask=outs < OUT, other=0.0)[None, :]
-    if ADD:
-        acc += tl.load(add_ptr + y_at, mask=inside, other=0.0).to(tl.float32)
-    if RELU:
-        acc = tl.where(acc < 0, 0.0, acc)  # what is no number stays
-    y = acc.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + y_at, y, mask=inside)
-    if MOMENTS:
-        seen = tl.where((pixel < total)[:, None], y.to(tl.float32), 0.0)  # what the batch norm will read
-        mean = tl.sum(seen, 0) / tl.minimum(total - tile * PIXELS, PIXELS).to(tl.float32)
-        away = tl.where((pixel < total)[:, None], seen - mean[None, :], 0.0)
-        base = part_ptr + (client * tiles + tile) * (2 * OUT) + outs
-        tl.store(base, mean, mask=outs < OUT)
-        tl.store(base + OUT, tl.sum(away * away, 0), mask=outs < OUT)
+    finish(
+        acc, pixel, tile, outs, client, total, tiles, OUT, bias_ptr, bias_stride, add_ptr, y_ptr, part_ptr,
+        BIAS, ADD, RELU, MOMENTS, PIXELS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "clients"])
@@ -178,11 +171,6 @@ def _weight_kernel(
     tl.store(part_ptr + base + out_at, acc, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :])
 
 
-def _precision() -> str:
-    """What torch may do with float32 in convolutions, these may too."""
-    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
-
-
 def run_conv(
     x: Tensor, w: Tensor, size: tuple[int, int], shape: Shape, *, backward: bool = False,
     bias: Tensor | None = None, addend: Tensor | None = None, relu: bool = False, moments: bool = False,
@@ -200,12 +188,15 @@ def run_conv(
     share = 4 if halved else 1
     tiles = share * triton.cdiv(batch * size[0] * size[1] // share, tile.pixels)
     parts = torch.empty((clients, tiles, 2, outs) if moments else (0,), dtype=torch.float32, device=x.device)
+    if shape.is_pointwise:
+        run_point(x, w, y, parts, tile, backward=backward, bias=bias, addend=addend, relu=relu)
+        return y, parts
     _conv_kernel[(tiles, clients, triton.cdiv(outs, tile.outs))](
         x, w, w if bias is None else bias, y if addend is None else addend, y, parts,
         w.stride(0), 0 if bias is None else bias.stride(0), batch, height, width, *size, tiles,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
         KW=shape.kernel_w, BACKWARD=backward, BIAS=bias is not None, ADD=addend is not None, RELU=relu,
-        MOMENTS=moments, PRECISION=_precision(), HALVED=halved, PIXELS=tile.pixels,
+        MOMENTS=moments, PRECISION=precision(), HALVED=halved, PIXELS=tile.pixels,
         TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, parts
@@ -225,10 +216,13 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     parts = torch.empty(
         splits, clients, outs, shape.kernel_h, shape.kernel_w, ins, dtype=torch.float32, device=x.device
     )
+    if shape.is_pointwise:
+        run_point_weight_grad(x, dy, parts, tile, turns)
+        return parts.sum(0) if splits > 1 else parts[0]
     _weight_kernel[(splits, clients, blocks)](
         x, dy, parts, batch, height, width, out_height, out_width, clients,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
-        KW=shape.kernel_w, TURNS=turns, PRECISION=_precision(), PIXELS=tile.pixels,
+        KW=shape.kernel_w, TURNS=turns, PRECISION=precision(), PIXELS=tile.pixels,
         TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return parts.sum(0) if splits > 1 else parts[0]

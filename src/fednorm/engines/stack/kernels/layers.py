@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,21 @@ class StackConv2d(nn.Conv2d, Swapped):
     def forward(self, input: Tensor) -> Tensor:
         x = input if self.narrow is None else input.to(self.narrow)
         y: Any = mapped.Conv.apply(x, self.weight, self.stride[0], tuple(self.padding))
-        if self.dense:
-            y = y.contiguous()
-        return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, 1, 1)
+        return _with_bias(self, y)
+
+
+class StackDepthwise2d(nn.Conv2d, Swapped):
+    """A Conv2d with a filter for each channel, whose mapping over clients is one kernel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input if self.narrow is None else input.to(self.narrow)
+        numbers = self.stride[0], tuple(self.padding), self.dilation[0]
+        return _with_bias(self, cast(Any, mapped.Depthwise.apply(x, self.weight, *numbers)))
+
+
+def _with_bias(conv: nn.Conv2d, y: Tensor) -> Tensor:
+    y = y.contiguous() if cast(Swapped, conv).dense else y
+    return y if conv.bias is None else y + conv.bias.to(y.dtype).view(-1, 1, 1)
 
 
 class StackBatchNorm2d(nn.BatchNorm2d, Swapped):
@@ -128,8 +140,8 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
     dense = any(isinstance(m, _BatchNorm) and type(m) not in (nn.BatchNorm1d, nn.BatchNorm2d) for m in model.modules())
     changed = 0
     for module in model.modules():
-        if _is_plain(module):
-            module.__class__ = StackConv2d
+        if _is_plain(module) or _is_depthwise(module):
+            module.__class__ = StackConv2d if _is_plain(module) else StackDepthwise2d
             vars(module).update(narrow=narrow, dense=dense)
         elif type(module) is nn.BatchNorm2d:
             module.__class__ = StackBatchNorm2d
@@ -171,7 +183,7 @@ def _widen_output(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 def can_narrow(model: nn.Module) -> bool:
     """Whether a model has a layer that can round its inputs."""
-    return any(_is_plain(module) or _is_large(module) for module in model.modules())
+    return any(_is_plain(module) or _is_depthwise(module) or _is_large(module) for module in model.modules())
 
 
 def _is_large(linear: nn.Module) -> bool:
@@ -179,10 +191,17 @@ def _is_large(linear: nn.Module) -> bool:
 
 
 def _is_plain(conv: nn.Module) -> bool:
+    return _is_even(conv) and conv.groups == 1 and conv.dilation == (1, 1)
+
+
+def _is_depthwise(conv: nn.Module) -> bool:
+    return _is_even(conv) and 1 < conv.groups == conv.in_channels == conv.out_channels and len(set(conv.dilation)) == 1
+
+
+def _is_even(conv: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether this is a convolution with one step in both directions and zeros around, as many on either side."""
     return (
         type(conv) is nn.Conv2d
-        and conv.groups == 1
-        and conv.dilation == (1, 1)
         and conv.stride[0] == conv.stride[1]
         and not isinstance(conv.padding, str)
         and conv.padding_mode == "zeros"

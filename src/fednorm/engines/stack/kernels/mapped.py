@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fednorm.engines.stack.kernels import element_ops, layer_ops, ops
+from fednorm.engines.stack.kernels import depth_ops, element_ops, layer_ops, ops
 from fednorm.layers.keyed import dropped
 
 Pair = tuple[int, int]
@@ -86,6 +86,58 @@ class _WeightGrad(_FirstOrder):
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, dy: Tensor, kernel: Pair, stride: int, padding: Pair) -> Any:
         return ops.conv_weight_grad(*stacked(info, dims, x, dy), list(kernel), stride, list(padding)), 0
+
+
+class Depthwise(torch.autograd.Function):
+    """A convolution of each channel with a filter of its own; the numbers are stride, padding and dilation."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, stride: int, padding: Pair, dilation: int) -> Tensor:
+        return functional.conv2d(x, w.to(x.dtype), None, stride, padding, dilation, len(w))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, w, *ctx.numbers = inputs
+        ctx.save_for_backward(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        size, kernel = tuple(x.shape[-2:]), tuple(w.shape[-2:])
+        dx = _DepthwiseInputGrad.apply(grads[0], w, size, *ctx.numbers) if ctx.needs_input_grad[0] else None
+        return dx, _DepthwiseWeightGrad.apply(x, grads[0], kernel, *ctx.numbers), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, w: Tensor, *numbers: Any) -> Any:
+        return depth_ops.depthwise(*stacked(info, dims, x, w), *_listed(numbers)), 0
+
+
+def _listed(numbers: tuple[Any, ...]) -> list[Any]:
+    """Pairs as lists, which is what operators take."""
+    return [list(each) if isinstance(each, tuple) else each for each in numbers]
+
+
+class _DepthwiseInputGrad(_FirstOrder):
+    @staticmethod
+    def forward(dy: Tensor, w: Tensor, size: Pair, stride: int, padding: Pair, dilation: int) -> Tensor:
+        shape = (*dy.shape[:2], *size)
+        return conv2d_input(shape, w.to(dy.dtype), dy, stride, cast(int, padding), dilation, len(w))
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], dy: Tensor, w: Tensor, *numbers: Any) -> Any:
+        return depth_ops.depthwise_input_grad(*stacked(info, dims, dy, w), *_listed(numbers)), 0
+
+
+class _DepthwiseWeightGrad(_FirstOrder):
+    @staticmethod
+    def forward(x: Tensor, dy: Tensor, kernel: Pair, stride: int, padding: Pair, dilation: int) -> Tensor:
+        channels = x.shape[1]
+        dw = conv2d_weight(x, (channels, 1, *kernel), dy, stride, cast(int, padding), dilation, channels)
+        return dw.to(ops.master_type(x))
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, dy: Tensor, *numbers: Any) -> Any:
+        return depth_ops.depthwise_weight_grad(*stacked(info, dims, x, dy), *_listed(numbers)), 0
 
 
 class Norm(torch.autograd.Function):

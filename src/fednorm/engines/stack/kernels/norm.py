@@ -2,8 +2,8 @@
 
 Programs take the moments of a chunk of pixels (or the convolution before took them), and the next launch joins the
 chunks by Chan's rule, so that no large sums cancel, before it writes its tile: normalised, with what a residual block
-adds and the ReLU that follows. The backward pass is two launches as well. Where `training` is false the same kernels
-normalise by the running statistics.
+adds and the ReLU or ReLU6 that follows. Of very many chunks a launch in between joins them once for all. The backward
+pass is two launches as well. Where `training` is false the same kernels normalise by the running statistics.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 # A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
@@ -16,42 +16,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.tiles import words
+
 
 @triton.jit
-def tile_of_program(rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tile_of_program(rows, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The channels of this program of a `Cut`, which of its tile's numbers there are, and where they lie."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (channel < CHANNELS)[None, :]
-    return channel, mask, (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * CHANNELS + channel[None, :]
+    mask = (row < rows)[:, None] & (channel < channels)[None, :]
+    return channel, mask, (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * channels + channel[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", "chunks"])  # one kernel for batches of all sizes
-def _moments_kernel(x_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _rectified(y, CEILING: tl.constexpr):
+    """What a ReLU leaves of y, or a ReLU6 with its ceiling; what is no number stays."""
+    y = tl.where(y < 0, 0.0, y)
+    if CEILING is not None:
+        y = tl.where(y > CEILING, CEILING, y)
+    return y
+
+
+@triton.jit
+def _through(dy, y, CEILING: tl.constexpr):
+    """The gradient in front of a ReLU, or a ReLU6, from the gradient behind it and what it left, or was given."""
+    dy = tl.where(y <= 0, 0.0, dy)
+    if CEILING is not None:
+        dy = tl.where(y >= CEILING, 0.0, dy)
+    return dy
+
+
+# One kernel for batches and channels of all numbers: with a network's channels as constants, each of its layers would
+# take a second to compile.
+@triton.jit(do_not_specialize=["rows", "chunks", "channel_words"])
+def _moments_kernel(
+    x_ptr, part_ptr, rows, chunks, channel_words, WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
-    channel, mask, at = tile_of_program(rows, CHANNELS, ROWS, BLOCK)
+    channels = channel_words * WORD
+    channel, mask, at = tile_of_program(rows, channels, ROWS, BLOCK)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 0) / tl.minimum(rows - chunk * ROWS, ROWS).to(tl.float32)
     away = tl.where(mask, x - mean[None, :], 0.0)
-    base = part_ptr + (client * chunks + chunk) * (2 * CHANNELS) + channel
-    tl.store(base, mean, mask=channel < CHANNELS)
-    tl.store(base + CHANNELS, tl.sum(away * away, 0), mask=channel < CHANNELS)
+    base = part_ptr + (client * chunks + chunk) * (2 * channels) + channel
+    tl.store(base, mean, mask=channel < channels)
+    tl.store(base + channels, tl.sum(away * away, 0), mask=channel < channels)
 
 
 @triton.jit
 def _join(
-    part_ptr, client, part_rows, rows, parts, channel,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
+    part_ptr, client, part_rows, rows, parts, channel, channels,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Mean and biased variance of a client's channels, from the moments of its parts."""
-    base = part_ptr + client * parts * (2 * CHANNELS) + channel[None, :]
-    inside = (channel < CHANNELS)[None, :]
+    base = part_ptr + client * parts * (2 * channels) + channel[None, :]
+    inside = (channel < channels)[None, :]
     mean = tl.zeros((BLOCK,), dtype=tl.float32)
     for turn in tl.static_range(TURNS):
         part = turn * PARTS + tl.arange(0, PARTS)
         count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
-        at = part[:, None] * (2 * CHANNELS)
+        at = part[:, None] * (2 * channels)
         means = tl.load(base + at, mask=(part < parts)[:, None] & inside, other=0.0)
         mean += tl.sum(means * count[:, None], 0)
     mean = mean / rows
@@ -59,31 +84,47 @@ def _join(
     for turn in tl.static_range(TURNS):
         part = turn * PARTS + tl.arange(0, PARTS)
         count = tl.minimum(tl.maximum(rows - part * part_rows, 0), part_rows).to(tl.float32)
-        at = part[:, None] * (2 * CHANNELS)
+        at = part[:, None] * (2 * channels)
         mask = (part < parts)[:, None] & inside
         away = tl.load(base + at, mask=mask, other=0.0) - mean[None, :]
-        squares = tl.load(base + at + CHANNELS, mask=mask, other=0.0)
+        squares = tl.load(base + at + channels, mask=mask, other=0.0)
         var += tl.sum(squares + away * away * count[:, None], 0)
     return mean, var / rows
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
+@triton.jit(do_not_specialize=["rows", "parts", "part_rows", "channel_words"])
+def _join_kernel(
+    part_ptr, whole_ptr, rows, parts, part_rows, channel_words,
+    WORD: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """The moments of all a client's pixels, as those of one part."""
+    client = tl.program_id(0).to(tl.int64)
+    channels = channel_words * WORD
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mean, var = _join(part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK, PARTS, TURNS)
+    whole = whole_ptr + client * (2 * channels) + channel
+    tl.store(whole, mean, mask=channel < channels)
+    tl.store(whole + channels, var * rows, mask=channel < channels)
+
+
+@triton.jit(do_not_specialize=["rows", "parts", "part_rows", "channel_words"])
 def _normalise_kernel(
     x_ptr, part_ptr, gamma_ptr, beta_ptr, add_ptr, old_mean_ptr, old_var_ptr, counter_ptr,
     y_ptr, mean_ptr, var_ptr, new_mean_ptr, new_var_ptr, new_counter_ptr,
-    gamma_stride, beta_stride, old_mean_stride, old_var_stride, counter_stride, rows, parts, part_rows, rate, eps,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
-    TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
+    gamma_stride, beta_stride, old_mean_stride, old_var_stride, counter_stride, rows, parts, part_rows, channel_words,
+    rate, eps, WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
+    TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, CEILING: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
+    channels = channel_words * WORD
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < CHANNELS
-    cell = client * CHANNELS + channel
+    inside = channel < channels
+    cell = client * channels + channel
     old_mean = tl.load(old_mean_ptr + client * old_mean_stride + channel, mask=inside, other=0.0)
     old_var = tl.load(old_var_ptr + client * old_var_stride + channel, mask=inside, other=1.0)
     if TRAINING:
-        mean, var = _join(part_ptr, client, part_rows, rows, parts, channel, CHANNELS, BLOCK, PARTS, TURNS)
+        mean, var = _join(part_ptr, client, part_rows, rows, parts, channel, channels, BLOCK, PARTS, TURNS)
     else:
         mean, var = old_mean, old_var
     scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * tl.rsqrt(var + eps)
@@ -98,57 +139,72 @@ def _normalise_kernel(
             tl.store(new_counter_ptr + client, tl.load(counter_ptr + client * counter_stride) + 1)
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
-    at = (client * rows + row)[:, None] * CHANNELS + channel[None, :]
+    at = (client * rows + row)[:, None] * channels + channel[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     y = (x - mean[None, :]) * scale[None, :] + beta[None, :]
     if ADD:
         y += tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        y = tl.where(y < 0, 0.0, y)  # what is no number stays
+        y = _rectified(y, CEILING)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "chunks"])
+@triton.jit(do_not_specialize=["rows", "chunks", "channel_words"])
 def _grad_sums_kernel(
-    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, part_ptr, rows, chunks, eps,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
+    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, part_ptr, gamma_stride, beta_stride,
+    rows, chunks, channel_words, eps,
+    WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
+    SHOWN: tl.constexpr, CEILING: tl.constexpr,
 ):  # fmt: skip
+    """Each chunk's sums of dy and of dy times what was normalised.
+
+    Whether a RELU let a number pass is read off y if that is SHOWN, else computed anew from x, which is read anyway.
+    """
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
+    channels = channel_words * WORD
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < CHANNELS
-    mean = tl.load(mean_ptr + client * CHANNELS + channel, mask=inside, other=0.0)
-    var = tl.load(var_ptr + client * CHANNELS + channel, mask=inside, other=1.0)
+    inside = channel < channels
+    mean = tl.load(mean_ptr + client * channels + channel, mask=inside, other=0.0)
+    var = tl.load(var_ptr + client * channels + channel, mask=inside, other=1.0)
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
-    at = (client * rows + row)[:, None] * CHANNELS + channel[None, :]
+    at = (client * rows + row)[:, None] * channels + channel[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(var + eps)
     if RELU:
-        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) <= 0, 0.0, dy)
-    hat = (x - mean[None, :]) * tl.rsqrt(var + eps)[None, :]
-    base = part_ptr + (client * chunks + chunk) * (2 * CHANNELS) + channel
+        if SHOWN:
+            y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        else:
+            scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * inverse
+            beta = tl.load(beta_ptr + client * beta_stride + channel, mask=inside, other=0.0)
+            y = ((x - mean[None, :]) * scale[None, :] + beta[None, :]).to(x_ptr.dtype.element_ty).to(tl.float32)
+        dy = _through(dy, y, CEILING)
+    hat = (x - mean[None, :]) * inverse[None, :]
+    base = part_ptr + (client * chunks + chunk) * (2 * channels) + channel
     tl.store(base, tl.sum(dy, 0), mask=inside)
-    tl.store(base + CHANNELS, tl.sum(dy * hat, 0), mask=inside)
+    tl.store(base + channels, tl.sum(dy * hat, 0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "chunks"])
+@triton.jit(do_not_specialize=["rows", "chunks", "channel_words"])
 def _input_grad_kernel(
-    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
-    gamma_stride, rows, chunks, eps,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    TRAINING: tl.constexpr, RELU: tl.constexpr, MASKED: tl.constexpr,
+    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
+    gamma_stride, beta_stride, rows, chunks, channel_words, eps,
+    WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    TRAINING: tl.constexpr, RELU: tl.constexpr, SHOWN: tl.constexpr, CEILING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
+    channels = channel_words * WORD
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < CHANNELS
-    cell = client * CHANNELS + channel
+    inside = channel < channels
+    cell = client * channels + channel
     every = tl.arange(0, CHUNKS)
-    at = (client * chunks + every)[:, None] * (2 * CHANNELS) + channel[None, :]
+    at = (client * chunks + every)[:, None] * (2 * channels) + channel[None, :]
     part_mask = (every < chunks)[:, None] & inside[None, :]
     dbeta = tl.sum(tl.load(part_ptr + at, mask=part_mask, other=0.0), 0)
-    dgamma = tl.sum(tl.load(part_ptr + at + CHANNELS, mask=part_mask, other=0.0), 0)
+    dgamma = tl.sum(tl.load(part_ptr + at + channels, mask=part_mask, other=0.0), 0)
     if chunk == 0:
         tl.store(dgamma_ptr + cell, dgamma, mask=inside)
         tl.store(dbeta_ptr + cell, dbeta, mask=inside)
@@ -157,14 +213,20 @@ def _input_grad_kernel(
     scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * inverse
     row = chunk * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
-    at = (client * rows + row)[:, None] * CHANNELS + channel[None, :]
+    at = (client * rows + row)[:, None] * channels + channel[None, :]
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        dy = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) <= 0, 0.0, dy)
+        if SHOWN:
+            y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        else:
+            beta = tl.load(beta_ptr + client * beta_stride + channel, mask=inside, other=0.0)
+            y = ((x - mean[None, :]) * scale[None, :] + beta[None, :]).to(x_ptr.dtype.element_ty).to(tl.float32)
+        dy = _through(dy, y, CEILING)
     if MASKED:
         tl.store(masked_ptr + at, dy.to(masked_ptr.dtype.element_ty), mask=mask)
     if TRAINING:
-        hat = (tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
+        hat = (x - mean[None, :]) * inverse[None, :]
         dy = dy - (dbeta / rows)[None, :] - hat * (dgamma / rows)[None, :]
     tl.store(dx_ptr + at, (scale[None, :] * dy).to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -191,6 +253,10 @@ _FEWEST_PARTS, _MOST_PARTS = 64, 128
 
 _MOST_CHUNKS = 256
 """Few enough for every program to join them all."""
+_FEW_CHANNELS = 16
+"""Channels of a program that only joins: few, so that there are enough programs."""
+_MOST_JOINED = 4096
+"""Numbers that each program of a batch norm may join; of more it would read as much as of the images themselves."""
 
 
 def _at_once(parts: int, most: int) -> int:
@@ -217,7 +283,8 @@ class Running(NamedTuple):
 
 def run_norm(
     x: Tensor, gamma: Tensor, beta: Tensor, running: Running, *, training: bool, rate: float, eps: float,
-    addend: Tensor | None = None, relu: bool = False, parts: tuple[Tensor, int] | None = None,
+    addend: Tensor | None = None, relu: bool = False, ceiling: float | None = None,
+    parts: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Running]:  # fmt: skip
     """y, mean and biased variance of x (client, ..., channel), contiguous, and the moved running statistics.
 
@@ -225,43 +292,66 @@ def run_norm(
     convolution before took, and how many pixels each is of.
     """
     cut = cut_of(x)
+    count, word = words(cut.channels)
     if training and parts is None:
         taken = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
         _moments_kernel[cut.grid](
-            x, taken, cut.rows, cut.chunks, CHANNELS=cut.channels, ROWS=cut.chunk, BLOCK=cut.block, num_warps=8
+            x, taken, cut.rows, cut.chunks, count, WORD=word, ROWS=cut.chunk, BLOCK=cut.block, num_warps=8
         )
         parts = taken, cut.chunk
+    if training and parts is not None and parts[0].shape[1] * cut.block > _MOST_JOINED:
+        parts = _joined(*parts, cut), cut.rows
     moments, part_rows = parts or (gamma, 1)
-    count = moments.shape[1] if training else 1
-    at_once = _at_once(count, _MOST_PARTS)
+    joined = moments.shape[1] if training else 1
+    at_once = _at_once(joined, _MOST_PARTS)
     y = torch.empty_like(x)
     mean, var = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
     moved = Running(*(each.new_empty(each.shape) for each in running)) if training else running
     strides = [each.stride(0) for each in (gamma, beta, *running)]
     _normalise_kernel[cut.grid](
         x, moments, gamma, beta, x if addend is None else addend, *running, y, mean, var, *moved, *strides,
-        cut.rows, count, part_rows, rate, eps, CHANNELS=cut.channels, ROWS=cut.chunk, BLOCK=cut.block,
-        PARTS=at_once, TURNS=triton.cdiv(count, at_once), TRAINING=training, ADD=addend is not None, RELU=relu,
-        num_warps=8,
+        cut.rows, joined, part_rows, count, rate, eps, WORD=word, ROWS=cut.chunk, BLOCK=cut.block,
+        PARTS=at_once, TURNS=triton.cdiv(joined, at_once), TRAINING=training, ADD=addend is not None, RELU=relu,
+        CEILING=ceiling, num_warps=8,
     )  # fmt: skip
     return y, mean, var, moved
 
 
+def _joined(parts: Tensor, part_rows: int, cut: Cut) -> Tensor:
+    """The moments of all pixels (client, 1, 2, channel), from those of their parts."""
+    whole = torch.empty(cut.clients, 1, 2, cut.channels, device=parts.device)
+    (count, word), block = words(cut.channels), min(_FEW_CHANNELS, cut.block)
+    turns = triton.next_power_of_2(triton.cdiv(parts.shape[1], _MOST_PARTS))  # so that few kernels serve all
+    _join_kernel[(cut.clients, triton.cdiv(cut.channels, block))](
+        parts, whole, cut.rows, parts.shape[1], part_rows, count,
+        WORD=word, BLOCK=block, PARTS=_MOST_PARTS, TURNS=turns, num_warps=4,
+    )  # fmt: skip
+    return whole
+
+
 def run_norm_grad(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, *, training: bool, eps: float,
-    y: Tensor | None = None, masked: bool = False,
+    y: Tensor | None = None, beta: Tensor | None = None, ceiling: float | None = None, masked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, gamma and beta; with y, dy is that of its ReLU, which `masked` hands over too."""
+    """Gradients of x, gamma and beta; with y or beta, dy is that behind a ReLU; `masked` adds the one in front.
+
+    With `beta` nothing was added before the ReLU.
+    """
     cut = cut_of(x)
     parts = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
-    shape = {"CHANNELS": cut.channels, "ROWS": cut.chunk, "BLOCK": cut.block, "RELU": y is not None, "num_warps": 8}
-    outer = x if y is None else y
-    _grad_sums_kernel[cut.grid](x, dy, outer, mean, var, parts, cut.rows, cut.chunks, eps, **shape)
+    count, word = words(cut.channels)
+    shape = {"WORD": word, "ROWS": cut.chunk, "BLOCK": cut.block, "num_warps": 8}
+    shape |= {"RELU": y is not None or beta is not None, "SHOWN": y is not None, "CEILING": ceiling}
+    given = x, dy, x if y is None else y, mean, var, gamma, gamma if beta is None else beta
+    strides = gamma.stride(0), 0 if beta is None else beta.stride(0)
+    _grad_sums_kernel[cut.grid](*given, parts, *strides, cut.rows, cut.chunks, count, eps, **shape)
+    if cut.chunks * cut.block > _MOST_JOINED:
+        parts = parts.sum(1, keepdim=True)
     dx = torch.empty_like(x)
     through = torch.empty_like(dy) if masked else dy.new_empty(0)
     dgamma, dbeta = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
     _input_grad_kernel[cut.grid](
-        x, dy, outer, mean, var, gamma, parts, dx, dgamma, dbeta, through, gamma.stride(0), cut.rows, cut.chunks, eps,
-        CHUNKS=_at_once(cut.chunks, _MOST_CHUNKS), TRAINING=training, MASKED=masked, **shape,
+        *given, parts, dx, dgamma, dbeta, through, *strides, cut.rows, parts.shape[1], count, eps,
+        CHUNKS=_at_once(parts.shape[1], _MOST_CHUNKS), TRAINING=training, MASKED=masked, **shape,
     )  # fmt: skip
     return dx, dgamma, dbeta, through

@@ -58,12 +58,12 @@ def master_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _merge_groups(x: Tensor) -> Tensor:
+def merge_groups(x: Tensor) -> Tensor:
     """(client, batch, channel, ...) as (batch, client * channel, ...)."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def _split_groups(y: Tensor, clients: int) -> Tensor:
+def split_groups(y: Tensor, clients: int) -> Tensor:
     return y.unflatten(1, (clients, -1)).transpose(0, 1)
 
 
@@ -100,8 +100,8 @@ def conv(
     if kernels_fit(x):
         return _conv_kernel(x, w, stride, padding, bias, relu, moments=False)[0]
     clients = len(w)
-    y = functional.conv2d(_merge_groups(x), w.flatten(0, 1).to(x.dtype), None, stride, padding, 1, clients)
-    y = _split_groups(y, clients)
+    y = functional.conv2d(merge_groups(x), w.flatten(0, 1).to(x.dtype), None, stride, padding, 1, clients)
+    y = split_groups(y, clients)
     y = y if bias is None else y + _spread(bias).to(y.dtype)
     return channels_second(channels_last(y.relu() if relu else y))
 
@@ -125,9 +125,14 @@ def conv_moments(
     if kernels_fit(x):
         return _conv_kernel(x, w, stride, padding, bias, relu, moments=True)
     y = conv(x, w, stride, padding, bias, relu)
-    chunks = channels_last(y).flatten(1, 3).to(master_type(y)).split(part_rows(w, y), 1)
+    return y, moments_of(channels_last(y).flatten(1, 3), part_rows(w, y))
+
+
+def moments_of(pixels: Tensor, rows: int) -> Tensor:
+    """(client, part, 2, channel): mean and squared deviations of pixels (client, pixel, channel), so many at a time."""
+    chunks = pixels.to(master_type(pixels)).split(rows, 1)
     moments = [torch.stack([c.mean(1), (c - c.mean(1, True)).square().sum(1)], 1) for c in chunks]
-    return y, torch.stack(moments, 1)
+    return torch.stack(moments, 1)
 
 
 @torch.library.custom_op("fednorm::conv_input_grad", mutates_args=())
@@ -145,8 +150,8 @@ def conv_input_grad(
     clients = len(w)
     wide = w.flatten(0, 1).to(dy.dtype)
     shape = (dy.shape[1], clients * w.shape[2], *size)
-    dx = conv2d_input(shape, wide, _merge_groups(dy), stride, cast(int, tuple(padding)), 1, clients)
-    dx = channels_second(channels_last(_split_groups(dx, clients)))
+    dx = conv2d_input(shape, wide, merge_groups(dy), stride, cast(int, tuple(padding)), 1, clients)
+    dx = channels_second(channels_last(split_groups(dx, clients)))
     return dx if addend is None else dx + addend
 
 
@@ -160,7 +165,7 @@ def conv_weight_grad(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padd
         return channels_second(run_weight_grad(channels_last(x), channels_last(dy), shape))
     clients = len(x)
     shape = (clients * dy.shape[2], x.shape[2], *kernel)
-    dw = conv2d_weight(_merge_groups(x), shape, _merge_groups(dy), stride, cast(int, tuple(padding)), 1, clients)
+    dw = conv2d_weight(merge_groups(x), shape, merge_groups(dy), stride, cast(int, tuple(padding)), 1, clients)
     return channels_second(channels_last(dw.unflatten(0, (clients, -1)).to(master_type(x))))
 
 
@@ -173,11 +178,12 @@ def _spread(values: Tensor) -> Tensor:
 def norm(
     x: Tensor, gamma: Tensor, beta: Tensor, running_mean: Tensor, running_var: Tensor, counter: Tensor,
     training: bool, rate: float, eps: float, addend: Tensor | None = None, relu: bool = False,
-    parts: Tensor | None = None, part_rows: int = 0,
+    parts: Tensor | None = None, part_rows: int = 0, ceiling: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, the mean and biased variance it was normalised by, and what the running statistics become.
 
-    In place of batch statistics, `training` false takes the running ones, which stay (the last three are empty).
+    In place of batch statistics, `training` false takes the running ones, which stay (the last three are empty). A ReLU
+    with a `ceiling` is a ReLU6.
     """
     if kernels_fit(x):
         from fednorm.engines.stack.kernels.norm import Running, run_norm
@@ -186,7 +192,7 @@ def norm(
         y, mean, var, moved = run_norm(
             channels_last(x), _rows(gamma), _rows(beta), running, training=training, rate=rate, eps=eps,
             addend=None if addend is None else channels_last(addend), relu=relu,
-            parts=None if parts is None else (parts, part_rows),
+            ceiling=ceiling, parts=None if parts is None else (parts, part_rows),
         )  # fmt: skip
         if not training:
             return channels_second(y), mean, var, mean.new_empty(0), mean.new_empty(0), counter.new_empty(0)
@@ -198,7 +204,7 @@ def norm(
         mean, var = running_mean.clone(), running_var.clone()
     y = (wide - _spread(mean)) * _spread((var + eps).rsqrt() * gamma) + _spread(beta)
     y = y if addend is None else y + addend
-    y = channels_second(channels_last((y.relu() if relu else y).to(x.dtype)))
+    y = channels_second(channels_last((y.clamp(0, ceiling) if relu else y).to(x.dtype)))
     if not training:
         return y, mean, var, mean.new_empty(0), mean.new_empty(0), counter.new_empty(0)
     count = x.numel() // (x.shape[0] * x.shape[2])
@@ -209,23 +215,27 @@ def norm(
 @torch.library.custom_op("fednorm::norm_grad", mutates_args=())
 def norm_grad(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, training: bool, eps: float,
-    y: Tensor | None = None, masked: bool = False,
+    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None, beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gamma and beta; with y, the output of a ReLU after the norm, dy is that ReLU's gradient.
 
-    The last is dy behind the ReLU, where `masked` asks for it, else empty.
+    So it is with `beta`, from which y is computed anew: x is read anyway, and reading y too would take longer. The last
+    is dy in front of the ReLU, where `masked` asks for it, else empty.
     """
     if kernels_fit(x):
         from fednorm.engines.stack.kernels.norm import run_norm_grad
 
         dx, dgamma, dbeta, through = run_norm_grad(
             channels_last(x), channels_last(dy), mean, var, _rows(gamma), training=training, eps=eps,
-            y=None if y is None else channels_last(y), masked=masked,
+            y=None if y is None else channels_last(y), beta=None if beta is None else _rows(beta),
+            ceiling=ceiling, masked=masked,
         )  # fmt: skip
         return channels_second(dx), dgamma, dbeta, channels_second(through) if masked else through
-    dz = dy if y is None else torch.where(y <= 0, 0, dy)
-    wide, grad = x.to(gamma.dtype), dz.to(gamma.dtype)
-    inverse = (var + eps).rsqrt()
+    wide, inverse = x.to(gamma.dtype), (var + eps).rsqrt()
+    if beta is not None:
+        y = ((wide - _spread(mean)) * _spread(inverse * gamma) + _spread(beta)).to(x.dtype)
+    dz = dy if y is None else torch.where((y <= 0) | (False if ceiling is None else y >= ceiling), 0, dy)
+    grad = dz.to(gamma.dtype)
     hat = (wide - _spread(mean)) * _spread(inverse)
     dgamma, dbeta = (grad * hat).sum((1, 3, 4)), grad.sum((1, 3, 4))
     if training:
@@ -235,7 +245,7 @@ def norm_grad(
     return dx, dgamma, dbeta, channels_second(channels_last(dz)) if masked else dy.new_empty(0)
 
 
-def _laid_out(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+def laid_out(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """An activation or filter of this shape (client, batch, channel, height, width), laid out as the operators do."""
     clients, batch, channels, height, width = shape
     return channels_second(like.new_empty(clients, batch, height, width, channels, dtype=dtype or like.dtype))
@@ -244,49 +254,49 @@ def _laid_out(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Te
 # What torch must know of the operators to trace a step without running it: the shapes they return.
 @images.register_fake
 def _(pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, size: list[int]) -> Tensor:
-    return _laid_out(scale, *rows.shape, pool.shape[1], *size)
+    return laid_out(scale, *rows.shape, pool.shape[1], *size)
 
 
 @conv.register_fake
 def _(x: Tensor, w: Tensor, stride: int, padding: list[int], bias: Tensor | None = None, relu: bool = False) -> Tensor:
-    return _laid_out(x, *x.shape[:2], w.shape[1], *_out_size(x, w, stride, padding))
+    return laid_out(x, *x.shape[:2], w.shape[1], *_out_size(x, w, stride, padding))
 
 
 @conv_moments.register_fake
 def _(
     x: Tensor, w: Tensor, stride: int, padding: list[int], bias: Tensor | None = None, relu: bool = False
 ) -> tuple[Tensor, Tensor]:
-    y = _laid_out(x, *x.shape[:2], w.shape[1], *_out_size(x, w, stride, padding))
+    y = laid_out(x, *x.shape[:2], w.shape[1], *_out_size(x, w, stride, padding))
     parts = -(-y.numel() // (y.shape[0] * y.shape[2] * part_rows(w, y)))
     return y, x.new_empty(len(x), parts, 2, w.shape[1], dtype=master_type(x))
 
 
 @conv_input_grad.register_fake
 def _(dy: Tensor, w: Tensor, size: list[int], stride: int, padding: list[int], addend: Tensor | None = None) -> Tensor:
-    return _laid_out(dy, *dy.shape[:2], w.shape[2], *size)
+    return laid_out(dy, *dy.shape[:2], w.shape[2], *size)
 
 
 @conv_weight_grad.register_fake
 def _(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int]) -> Tensor:
-    return _laid_out(x, len(x), dy.shape[2], x.shape[2], *kernel, dtype=master_type(x))
+    return laid_out(x, len(x), dy.shape[2], x.shape[2], *kernel, dtype=master_type(x))
 
 
 @norm.register_fake
 def _(
     x: Tensor, gamma: Tensor, beta: Tensor, running_mean: Tensor, running_var: Tensor, counter: Tensor,
     training: bool, rate: float, eps: float, addend: Tensor | None = None, relu: bool = False,
-    parts: Tensor | None = None, part_rows: int = 0,
+    parts: Tensor | None = None, part_rows: int = 0, ceiling: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     mean, var = gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape)
     shape = gamma.shape if training else (0,)
     moved = gamma.new_empty(shape), gamma.new_empty(shape), counter.new_empty(counter.shape if training else (0,))
-    return _laid_out(x, *x.shape), mean, var, *moved
+    return laid_out(x, *x.shape), mean, var, *moved
 
 
 @norm_grad.register_fake
 def _(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, training: bool, eps: float,
-    y: Tensor | None = None, masked: bool = False,
+    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None, beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    through = _laid_out(dy, *dy.shape) if masked else dy.new_empty(0)
-    return _laid_out(x, *x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape), through
+    through = laid_out(dy, *dy.shape) if masked else dy.new_empty(0)
+    return laid_out(x, *x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape), through

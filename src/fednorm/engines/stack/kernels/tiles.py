@@ -24,12 +24,32 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def words(channels: int) -> tuple[int, int]:
+    """How many words a pixel's channels are, and channels of a word: what a kernel must know to read 16 bytes at once.
+
+    >>> words(144), words(10)
+    ((18, 8), (10, 1))
+    """
+    word = 8 if channels % 8 == 0 else 1
+    return channels // word, word
+
+
+DEPTH_PIXELS = 128
+"""Pixels of a program of a depthwise convolution."""
+
+
+def depth_rows(height: int) -> int:
+    """How many of these lie one below the other: 4 where that divides the height of the images."""
+    return 2 if height % 4 else 4
+
+
 def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:
     """The cut of a convolution by its channels and a client's pixels; `wide` numbers have 4 bytes."""
     block = min(64, max(16, power_of_2(outs)))
     if wide and ins >= 16 and block > 16:
         return Tile(pixels=8192 // block, outs=block, terms=16, warps=256 // block, stages=3)
-    terms = 32 if ins < 16 else min(64, power_of_2(ins))
+    # Many pixels of many terms each would not fit into the 99 KB of a consumer's GPU.
+    terms = 32 if ins < 16 else min(64 if block > 16 else 32, power_of_2(ins))
     if not wide and outs >= 128 and terms == 64:
         # Many channels come with few pixels, which are then cut finer to have enough programs.
         return Tile(64, 128, terms, 4, 4) if outs >= 256 else Tile(128, 128, terms, 4, 3)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fednorm.engines.stack.kernels import element_ops as element_ops  # makes the operators known to torch
+from fednorm.engines.stack.kernels import depth_ops as depth_ops  # makes the operators known to torch
+from fednorm.engines.stack.kernels import element_ops as element_ops
 from fednorm.engines.stack.kernels import layer_ops as layer_ops
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm

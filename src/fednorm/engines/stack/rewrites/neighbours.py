@@ -10,29 +10,59 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fednorm.engines.stack.kernels import ops
+from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS
 from fednorm.engines.stack.rewrites.nodes import all_after, move_before, only_user, other_summand, output, replace_by
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
+_RELU_GRAD, _RELU6_GRAD = _aten.threshold_backward.default, _aten.hardtanh_backward.default
 MOST_PARTS = 1024
 """Of more tiles a batch norm does not join the moments; it takes its own."""
+_MOMENTS: dict[Any, Any] = {
+    _own.conv.default: _own.conv_moments.default,
+    _own.depthwise.default: _own.depthwise_moments.default,
+}
+"""Operators, and those that leave the moments of what they return too."""
 _CONVS = {_own.conv.default, _own.conv_moments.default}
 
 
+def look_behind_relu6(graph: Graph, behind: Node) -> None:
+    """The gradient of a ReLU6 asks where its input was within bounds, which its output tells as well.
+
+    So nothing but the ReLU6 reads its input, and the operator that made it can take the ReLU6 in.
+    """
+    dy, x, *bounds = behind.args
+    shown = next((user for user in getattr(x, "users", ()) if user.target is _aten.hardtanh.default), None)
+    if shown is not None and shown < behind and list(shown.args[1:]) == bounds:
+        behind.args = (dy, shown, *bounds)
+
+
+def _ceiling(relu6: Node, bounds: Any) -> float | None:
+    """Where a hardtanh, or its gradient, ends, if it begins at 0 as a ReLU does."""
+    plain = not relu6.kwargs and len(bounds) == 2 and bounds[0] == 0 < bounds[1]
+    return float(bounds[1]) if plain else None
+
+
 def take_in_residual_and_relu(graph: Graph, norm: Node) -> None:
-    """relu(norm(x)) and relu(norm(x) + other) become one operator."""
+    """relu(norm(x)), relu(norm(x) + other) and norm(x) + other become one operator; so do those with a ReLU6."""
     y = output(norm, 0)
     if y is None:
         return
     add = only_user(y, _aten.add.Tensor)
     other = other_summand(add, y) if add else None
-    relu = only_user(add if add and other else y, _aten.relu.default)
-    if relu is None or not all_after(relu, [user for out in norm.users if out is not y for user in out.users]):
+    last = add if add and other else y
+    relu, relu6 = only_user(last, _aten.relu.default), only_user(last, _aten.hardtanh.default)
+    ceiling = _ceiling(relu6, relu6.args[1:]) if relu6 and norm.target is _own.norm.default else None
+    shown = relu or (relu6 if ceiling else None) or last
+    if shown is y or not all_after(shown, [user for out in norm.users if out is not y for user in out.users]):
         return
-    norm.kwargs = {**norm.kwargs, "relu": True} | ({"addend": other} if other else {})
-    move_before(relu, norm)
-    relu.replace_all_uses_with(y)
-    for gone in (relu, add) if add and other else (relu,):
-        graph.erase_node(gone)
+    norm.kwargs = {**norm.kwargs} | ({"addend": other} if other else {})
+    if shown is not last:
+        norm.kwargs = {**norm.kwargs, "relu": True} | ({"ceiling": ceiling} if ceiling else {})
+    move_before(shown, norm)
+    shown.replace_all_uses_with(y)
+    for gone in dict.fromkeys((shown, last)):
+        if gone is not y:
+            graph.erase_node(gone)
 
 
 def take_in_bias_and_relu(graph: Graph, conv: Node) -> None:
@@ -86,19 +116,22 @@ def take_in_parts(graph: Graph, update: Node) -> None:
 def share_moments(graph: Graph, norm: Node) -> None:
     """A batch norm that takes its statistics from a convolution's output gets their parts from the convolution."""
     conv, training = norm.args[0], norm.args[6]
-    if not training or not isinstance(conv, Node) or conv.target is not _own.conv.default:
+    if not training or not isinstance(conv, Node) or conv.target not in _MOMENTS:
         return
-    w: Tensor = conv.args[1].meta["val"]  # type: ignore[union-attr]
     y: Tensor = conv.meta["val"]
-    rows = ops.part_rows(w, y)
+    if conv.target is _own.depthwise.default:
+        rows = DEPTH_PIXELS if y.shape[3] % 2 == 0 else 0
+    else:
+        rows = ops.part_rows(conv.args[1].meta["val"], y)  # type: ignore[union-attr]
     if y.numel() // (y.shape[0] * y.shape[2]) > MOST_PARTS * rows:
         return
+    moments = _MOMENTS[conv.target]
     with graph.inserting_before(conv):
-        both = graph.call_function(_own.conv_moments.default, conv.args, conv.kwargs)
+        both = graph.call_function(moments, conv.args, conv.kwargs)
         first, parts = (graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
     first.meta = conv.meta
     values = [each.meta["val"] if isinstance(each, Node) else each for each in conv.args]
-    parts.meta = {"val": _own.conv_moments.default(*values)[1]}
+    parts.meta = {"val": moments(*values)[1]}
     conv.replace_all_uses_with(first)
     graph.erase_node(conv)
     norm.kwargs = {**norm.kwargs, "parts": parts, "part_rows": rows}
@@ -107,17 +140,26 @@ def share_moments(graph: Graph, norm: Node) -> None:
 def take_in_relu_grad(graph: Graph, grad: Node) -> None:
     """The gradient of a batch norm whose ReLU was taken in starts from the gradient behind that ReLU."""
     x, behind = grad.args[:2]
-    if not isinstance(behind, Node) or behind.target is not _aten.threshold_backward.default:
+    if not isinstance(behind, Node) or behind.target not in (_RELU_GRAD, _RELU6_GRAD):
         return
-    outer, y, threshold = behind.args
+    outer, y, *bounds = behind.args
     norm = y.args[0] if isinstance(y, Node) and y.target is operator.getitem else None
-    if threshold != 0 or not isinstance(norm, Node) or not norm.kwargs.get("relu") or norm.args[0] is not x:
+    if not isinstance(norm, Node) or not norm.kwargs.get("relu") or norm.args[0] is not x:
+        return
+    ceiling = norm.kwargs.get("ceiling")
+    if behind.target is _RELU_GRAD:
+        fits = bounds == [0] and ceiling is None
+    else:
+        fits = ceiling is not None and _ceiling(behind, bounds) == ceiling
+    if not fits:
         return
     behind.append(grad)
     for out in reversed(list(grad.users)):
         grad.append(out)
     grad.args = (x, outer, *grad.args[2:])
-    grad.kwargs = {**grad.kwargs, "y": y}
+    anew = norm.target is _own.norm.default and "addend" not in norm.kwargs
+    grad.kwargs = {**grad.kwargs} | ({"beta": norm.args[2]} if anew else {"y": y})
+    grad.kwargs = {**grad.kwargs} | ({} if ceiling is None else {"ceiling": ceiling})
     if behind.users:
         grad.kwargs = {**grad.kwargs, "masked": True}
         with graph.inserting_after(grad):
