@@ -68,7 +68,8 @@ def play_next(
 ) -> int:
     """Play what is missing and likely to end in time; the number of runs that came to their end.
 
-    Seeds that do not fit together are played one by one, as far as time goes. Data sets that are not here are passed over.
+    Seeds that do not fit together are played one by one, as far as time goes. Data sets that are not here are passed
+    over.
     """
 
     @cache
