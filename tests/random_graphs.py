@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,6 +25,31 @@ class Attention(nn.Module):
         q, k, v = self.mix(x.flatten(2).transpose(1, 2)).chunk(3, -1)
         y = torch.softmax(q @ k.transpose(-2, -1) / c**0.5, -1) @ v
         return y.transpose(1, 2).reshape(n, c, h, w)
+
+
+class Heads(nn.Module):
+    """Attention over pixels in two heads, by torch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(CHANNELS, 3 * CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mix(x.flatten(2).transpose(1, 2)).unflatten(-1, (3, 2, -1))
+        q, k, v = mixed.permute(2, 0, 3, 1, 4).unbind(0)
+        y = functional.scaled_dot_product_attention(q, k, v)
+        return y.transpose(1, 2).flatten(2).transpose(1, 2).reshape(x.shape)
+
+
+class LastNorm(nn.Module):
+    """A layer norm over the channels, which come last for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
 
 
 class PerChannel(nn.Module):
@@ -69,6 +96,7 @@ LAYERS = {
     "bn without statistics": lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False),
     "gn": lambda: nn.GroupNorm(2, CHANNELS),
     "in": lambda: nn.InstanceNorm2d(CHANNELS, affine=True),
+    "ln": LastNorm,
     "relu": nn.ReLU,
     "relu in place": lambda: nn.ReLU(inplace=True),
     "relu6": nn.ReLU6,
@@ -76,6 +104,7 @@ LAYERS = {
     "gelu": nn.GELU,
     "dropout": lambda: nn.Dropout(0.25),
     "attention": Attention,
+    "heads": Heads,
     "per channel": PerChannel,
     "mixer": Mixer,
     "gate": Gate,
@@ -85,9 +114,11 @@ MOVES = {
     "mirror": lambda x, kept: x.flip(-1),
     "shuffle": lambda x, kept: torch.cat(x.chunk(2, 1)[::-1], 1),
     "roll axes": lambda x, kept: x.permute(-1, 0, 1, 2).permute(1, 2, 3, 0),
+    "windows": lambda x, kept: x.unfold(3, 2, 1).mean(-1) if x.shape[-1] > 3 else x,
     "flatten": lambda x, kept: x.flatten(1).unflatten(1, x.shape[1:]),
     "halve in place": lambda x, kept: (x * 1).mul_(0.5),
     "one row in place": lambda x, kept: _doubled_row(x * 1),
+    "a view in place": lambda x, kept: _doubled_view(x * 1),
     "max pool": lambda x, kept: functional.max_pool2d(x, 2) if x.shape[-1] > 3 else x,
     "mean pool": lambda x, kept: functional.avg_pool2d(x, 2) if x.shape[-1] > 3 else x,
     "thin": lambda x, kept: _thinned(x) if x.shape[-1] > 2 else x,
@@ -96,6 +127,9 @@ MOVES = {
 }
 KEEP = "keep"
 STEPS = (*LAYERS, *MOVES, KEEP)
+HEADS = ("mean", "flatten", "reshape")
+Graph = tuple[list[str], str]
+"""Steps, and how features become a vector."""
 
 
 def _thinned(x: Tensor) -> Tensor:
@@ -104,6 +138,11 @@ def _thinned(x: Tensor) -> Tensor:
 
 def _doubled_row(x: Tensor) -> Tensor:
     x[:, :, 0] *= 2
+    return x
+
+
+def _doubled_view(x: Tensor) -> Tensor:
+    x.movedim(1, -1).narrow(-1, 1, 2).mul_(2)
     return x
 
 
@@ -142,3 +181,29 @@ class Several(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([graph(x) for graph in self.graphs]).sum(0)
+
+
+def drawn(name: str, count: int) -> list[Graph]:
+    """Some graphs that can be trained, the same for the same name."""
+    draw = random.Random(name)  # noqa: S311
+    graphs: list[Graph] = []
+    while len(graphs) < count:
+        steps = [draw.choice(STEPS) for _ in range(draw.randint(2, 6))]
+        late = [at for at, step in enumerate(steps) if step.startswith("shortcut")]
+        if late and draw.random() < 0.7:  # from further on than the stem
+            steps.insert(draw.randint(0, late[-1]), KEEP)
+        if all(map(_can_be_trained, (steps, [step for step in steps if step not in ("bn", *_OTHER_BN)]))):
+            graphs.append((steps, draw.choice(HEADS)))
+    return graphs
+
+
+_OTHER_BN = ("bn without affine", "bn without statistics")
+
+
+def _can_be_trained(steps: list[str]) -> bool:
+    """Whether torch itself can: what a layer needs on the way back may not change in place behind it."""
+    try:
+        RandomGraph(steps, "mean")(torch.ones(3, 1, 6, 6)).sum().backward()
+    except RuntimeError:
+        return False
+    return True

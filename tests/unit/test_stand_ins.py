@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from fednorm.core import rng
 from fednorm.layers.attention import attend
+from fednorm.layers.recurrent import CELLS
 from fednorm.layers.stand_ins import StandIns
 
 KEY = rng.key(3)
@@ -88,6 +90,30 @@ def test_recurrence_drops_between_layers_alone(packed: bool, kind: type[nn.LSTM 
     expected, _ = second(dropped)
     close(found.data, expected.data)
     assert dropped.data.eq(0).any()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_layers_without_biases_get_weights_that_lie_alone(kind: type[nn.LSTM | nn.GRU]) -> None:
+    """On a GPU the weights of all layers lie in one buffer, where cuDNN takes what follows a layer for its biases."""
+    torch.manual_seed(0)
+    net = kind(3, 4, 2, dropout=0.5, bias=False).double()
+    buffer = torch.cat([weight.detach().flatten() for weight in net.parameters()])
+    sizes = [weight.numel() for weight in net.parameters()]
+    for weight, part in zip(net.parameters(), buffer.split(sizes), strict=True):
+        weight.data = part.view(weight.shape)
+    handed: list[Tensor] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            handed.extend(args[2] if func in CELLS else ())
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), StandIns(KEY):
+        found, _ = net(numbers(5, 2, 3))
+    found.sum().backward()
+    assert len(handed) == 4
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in handed)
+    assert all(weight.grad is not None for weight in net.parameters())
 
 
 @pytest.mark.parametrize(

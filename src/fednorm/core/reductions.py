@@ -35,7 +35,8 @@ def fold(stack: Tensor, weights: Tensor, onto: Tensor | None = None) -> Tensor:
     total = None if onto is None else onto.flatten().clone()
     for part, share in parts:
         # Products, then sums: fused they would round differently in the vectorised part of a tensor and in its tail.
-        for product in (wide(part) * share).unbind():
+        wider = wide(part)  # if it is a copy, it is written over
+        for product in (wider * share if wider is part else wider.mul_(share)).unbind():
             total = product if total is None else total.add_(product)
     if total is None:
         raise ValueError("a sum over no clients has no value")

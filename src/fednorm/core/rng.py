@@ -135,6 +135,18 @@ def subset(key: Tensor, count: int, size: int) -> list[int]:
     return sorted(chosen)
 
 
+def seed(*words: int | str) -> int:
+    """`as_seed` of a key of plain words.
+
+    >>> seed(0, "torch", 3) == as_seed(key(0, "torch", 3))
+    True
+    """
+    state = 0
+    for word in words:
+        state = _fold(state, word)
+    return state & ((1 << 63) - 1)
+
+
 def as_seed(key: Tensor) -> int:
     """A key as a non-negative integer, for host-side generators such as `numpy.random.default_rng`."""
     return int(key.item()) & ((1 << 63) - 1)

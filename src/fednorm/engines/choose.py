@@ -21,6 +21,7 @@ from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.user_code import UserCode
 from fednorm.data.batches import UNION
 from fednorm.engines.base import Engine, Settings
+from fednorm.engines.machine import expect_large_tensors
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.stack.stacked import StackedEngine
 from fednorm.engines.workers import WorkersEngine, count_processes
@@ -60,6 +61,8 @@ def make_engine(
     name = settings.name
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
+    if runs[0].device.type == "cpu":
+        expect_large_tensors()
     if name == "auto":
         if remembered not in ENGINES or remembered == "auto":
             return _choose(runs, settings, cohort, stays)

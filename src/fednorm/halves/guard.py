@@ -21,6 +21,7 @@ from fednorm.core.report import LOSSES, Report
 from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.data.streams import batches_per_epoch
 from fednorm.halves.messages import LocalWork, Update
+from fednorm.halves.norm_bound import groups
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.schema import OWN, Schema, keys_with
 from fednorm.halves.stacks import Stacks
@@ -86,7 +87,8 @@ def flaw_of_tree(tree: object, expected: Mapping[str, Entry]) -> Flaw | None:
     if not isinstance(tree, Mapping):
         return Flaw(f"its entries are {short(tree)}, expected tensors by name")
     named = cast(Mapping[str, Any], tree)
-    for key in sorted(expected.keys() ^ named.keys(), key=str):
+    if expected.keys() != named.keys():
+        key = min(expected.keys() ^ named.keys(), key=str)
         return Flaw("is missing" if key in expected else "was not expected", str(key))
     for key, entry in expected.items():
         tensor = named[key]
@@ -206,10 +208,10 @@ def _all_healthy(
 
     A number that is not finite makes a norm so. That of good ones may overflow: then each tensor must be asked.
     """
-    norms = [stacks.norms(key) for key, entry in entries.items() if entry.dtype.is_floating_point]
+    lengths = [stacks.lengths(keys) for keys in groups(entries) if keys]
     signed = [key for key, entry in entries.items() if cannot_be_negative(entry)]
     counters = [key for key in signed if entries[key].kind is Kind.COUNTER and None not in caps and key in starts[0]]
-    asked = {"norm": torch.stack(norms).amax()} if norms else {}
+    asked = {"length": torch.stack(lengths).amax()} if lengths else {}
     if signed:
         asked["least"] = torch.cat([wide(stacks.rows(key)) for key in signed], 1).amin()
     if counters:

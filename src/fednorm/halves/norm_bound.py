@@ -48,8 +48,12 @@ def groups(entries: Mapping[str, Entry]) -> tuple[list[str], list[str]]:
 
 def length_of(tree: Tree, entries: Mapping[str, Entry]) -> Length:
     """The norms of a server's tree."""
-    each = (all_norms([tree[key] for key in keys]) if keys else None for keys in groups(entries))
-    return Length(*(0.0 if norms is None else float(wide(norms).square().sum().sqrt()) for norms in each))
+    trained, other = groups(entries)
+    if not trained and not other:
+        return Length(0.0, 0.0)
+    squares = wide(all_norms([tree[key] for key in (*trained, *other)])).square()
+    sums = [some.sum() for some in squares.split_with_sizes([len(trained), len(other)])]
+    return Length(*cast(list[float], torch.stack(sums).sqrt().tolist()))  # pyright: ignore[reportUnknownMemberType]
 
 
 def may_be_off(stacks: Stacks, entries: Mapping[str, Entry], model: Length, factor: float) -> bool:
@@ -59,13 +63,9 @@ def may_be_off(stacks: Stacks, entries: Mapping[str, Entry], model: Length, fact
     """
     for keys, norm, bound in zip(groups(entries), model, _factors(factor), strict=True):
         margin = (bound * LEAST_SHARE - 1) * norm
-        if keys and (margin <= 0 or _longest(stacks, keys) > margin):
+        if keys and (margin <= 0 or float(stacks.lengths(keys).amax()) > margin):
             return True
     return False
-
-
-def _longest(stacks: Stacks, keys: Sequence[str]) -> float:
-    return float(wide(torch.stack([stacks.norms(key) for key in keys])).square().sum(0).amax().sqrt())
 
 
 def distances(stacks: Stacks, server: Tree, entries: Mapping[str, Entry]) -> list[Moved]:

@@ -8,10 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fednorm.core.reductions import wide
 from fednorm.core.state import Tree
 
 KEPT_SIZE = 1 << 20
 """Numbers of a stack that is kept."""
+JOINED_SIZE = 1 << 14
+"""Numbers of a stack that are sooner copied behind others than asked for by themselves."""
 
 
 class Stacks:
@@ -20,7 +23,7 @@ class Stacks:
     def __init__(self, trees: Sequence[Tree]) -> None:
         self.trees = trees
         self._kept: Tree = {}
-        self._norms: Tree = {}
+        self._lengths: dict[tuple[str, ...], Tensor] = {}
 
     def __getitem__(self, key: str) -> Tensor:
         if key in self._kept:
@@ -35,11 +38,21 @@ class Stacks:
         stack = self[key]
         return stack.flatten(1) if stack.dim() > 1 else stack.unsqueeze(-1)
 
-    def norms(self, key: str) -> Tensor:
-        """The Euclidean norm of each client's entry; not finite where a number of it is not, or is far too large."""
-        if key not in self._norms:
-            self._norms[key] = norms_of(self.rows(key))
-        return self._norms[key]
+    def lengths(self, keys: Sequence[str]) -> Tensor:
+        """The Euclidean norm of some entries of each client together, in float64.
+
+        It is not finite where a number of them is not, or is far too large.
+        """
+        name = tuple(keys)
+        if name not in self._lengths:
+            rows = [self.rows(key) for key in keys]
+            small = [each for each in rows if each.numel() <= JOINED_SIZE]
+            some = [each for each in rows if each.numel() > JOINED_SIZE]
+            if small:
+                some.append(torch.cat(small, 1) if len(small) > 1 else small[0])
+            norms = torch.stack([wide(norms_of(each)) for each in some])
+            self._lengths[name] = norms.square().sum(0).sqrt()
+        return self._lengths[name]
 
 
 def norms_of(rows: Tensor) -> Tensor:

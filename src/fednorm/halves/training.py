@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from fednorm.core import rng
+from fednorm.core.phases import PhaseId
 from fednorm.core.probe import told
 from fednorm.core.report import Report, loss_summary
 from fednorm.core.state import Tree, tree_bytes
@@ -84,6 +86,8 @@ class Trainer:
         self.sites = sites
         # Channels last is the layout that CPU kernels of float32 convolutions, norms and poolings like best.
         self._channels_last = sites.device.type == "cpu" and sites.batches.dtype is torch.float32
+        self._made: dict[tuple[PhaseId, int, bool], Step] = {}
+        """the steps of the passes that were played, with and without probes"""
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
@@ -107,37 +111,46 @@ class Trainer:
     def begin(self, phase: PreparedPhase, jobs: Sequence[Job]) -> list[Training]:
         """Clients at the start of their work, with copies of their own: layers may change what they hold in place."""
         layout = self._layout(phase)
-        cohort: list[Training] = []
-        for job in jobs:
-            own = {
-                key: value.clone(memory_format=layout) if value.dim() == 4 else value.clone()
-                for key, value in job.start.items()
-            }
-            cohort.append(Training(job, phase.passes[0].carry(own)))
-        return cohort
+        filters = {id(value): value for job in jobs for value in job.start.values() if value.dim() == 4}
+        # What the server sent is the same tensors for all clients: those that lie otherwise are laid out once.
+        laid = {name: value.clone(memory_format=layout) for name, value in filters.items()}
+        owns = ({key: laid.get(id(value), value).clone() for key, value in job.start.items()} for job in jobs)
+        return [Training(job, phase.passes[0].carry(own)) for job, own in zip(jobs, owns, strict=True)]
 
     def finish(
         self, phase: PreparedPhase, numbers: Mapping[str, float], cohort: Sequence[Training], probing: bool
     ) -> list[Outcome]:
         """Train each client to its end, pass by pass."""
         for number, each in enumerate(phase.passes):
-            step = each.step(self.sites.step_spec(each, probing))
+            step = self._step(phase, number, probing)
             if number:
                 for client in cohort:
                     client.passed = number
                     client.carry = next_pass(each, client.carry, client.job.start)
             with training_mode(self.sites.prepared.model, each.rule.hold):
                 self._steps(phase, step, numbers, cohort)
-        return [self._outcome(phase, numbers, client, probing) for client in cohort]
+        # One question for all: on a GPU it waits, on a CPU it is a call.
+        lost = torch.stack([loss for client in cohort for loss in client.losses])
+        losses = iter(cast(list[float], lost.tolist()))  # pyright: ignore[reportUnknownMemberType]
+        return [
+            self._outcome(phase, numbers, client, list(islice(losses, len(client.losses))), probing)
+            for client in cohort
+        ]
+
+    def _step(self, phase: PreparedPhase, number: int, probing: bool) -> Step:
+        """The step of a pass; it knows where the model holds its tensors, which is looked for once."""
+        name = phase.id, number, probing
+        if name not in self._made:
+            each = phase.passes[number]
+            self._made[name] = each.step(self.sites.step_spec(each, probing))
+        return self._made[name]
 
     def _steps(
         self, phase: PreparedPhase, step: Step, numbers: Mapping[str, float], cohort: Sequence[Training]
     ) -> None:
         sites, layout = self.sites, self._layout(phase)
         batches, seed = sites.batches, sites.work.seed
-        seeds = [
-            rng.as_seed(rng.key(seed, "torch", each.job.client, each.job.first_of(each.passed))) for each in cohort
-        ]
+        seeds = [rng.seed(seed, "torch", each.job.client, each.job.first_of(each.passed)) for each in cohort]
         drawn = [[batches.rows_and_key(each.job.client, k) for k in each.left] for each in cohort]
         examples = batches.each(batch for taken in drawn for batch in taken)
         # Layers of other libraries may draw from torch's own generator; keyed per client, so that a resumed run and
@@ -159,9 +172,15 @@ class Trainer:
         together = phase.phase.lockstep
         return torch.channels_last if self._channels_last and not together else torch.contiguous_format
 
-    def _outcome(self, phase: PreparedPhase, numbers: Mapping[str, float], client: Training, probing: bool) -> Outcome:
+    def _outcome(
+        self,
+        phase: PreparedPhase,
+        numbers: Mapping[str, float],
+        client: Training,
+        losses: Sequence[float],
+        probing: bool,
+    ) -> Outcome:
         end = {key: value.contiguous() for key, value in client.carry.tree.items()}
-        losses = cast(list[float], torch.stack(client.losses).tolist())  # pyright: ignore[reportUnknownMemberType]
         return outcome(self.sites, phase, numbers, client.job, end, losses, client.probed if probing else None)
 
 

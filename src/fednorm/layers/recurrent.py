@@ -63,7 +63,12 @@ def step_once(
 
 
 def recur(function: Any, args: tuple[Any, ...], drop: Drop, mapped: bool) -> tuple[Tensor, ...]:
-    """One of torch's recurrent functions, layer by layer; `mapped` ones use nothing that cannot be mapped."""
+    """One of torch's recurrent functions, layer by layer; `mapped` ones use nothing that cannot be mapped.
+
+    On a GPU a layer's weights lie in one buffer, where cuDNN has room for biases behind all matrices. Given the first
+    of several layers alone, torch takes the start of that buffer for its own; without biases nothing tells it that the
+    next layer's matrices lie where cuDNN then reads biases. So weights without biases are handed over as copies.
+    """
     if isinstance(args[3], bool):
         x, hx, weights, biases, layers, p, training, both, batch_first = args
         sizes = None
@@ -86,6 +91,7 @@ def recur(function: Any, args: tuple[Any, ...], drop: Drop, mapped: bool) -> tup
             given = start if isinstance(hx, tuple | list) else start[0]
             lead = (x,) if sizes is None else (x, sizes)
             tail = (False,) if sizes is None else ()
+            own = own if biases else [weight.clone() for weight in own]
             x, *end = function(*lead, given, own, biases, 1, 0.0, training, both, *tail)
         ends.append(tuple(end))
         if layer + 1 < layers and training and p > 0:

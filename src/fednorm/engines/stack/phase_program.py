@@ -25,6 +25,7 @@ from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.making_ready import making_ready
 from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows
+from fednorm.engines.stack.slow_operators import slow_operators_named
 from fednorm.engines.stack.ways import Way
 from fednorm.halves.guard import cannot_be_negative
 from fednorm.halves.merging import merge_stack
@@ -285,8 +286,8 @@ class PhaseProgram:
         if self.way is Way.PLAIN:  # filters that lie otherwise would have torch lay out activations so too
             plain = torch.contiguous_format
             parts["params"] = {key: value.clone(memory_format=plain) for key, value in parts["params"].items()}
-        model = self.sites.prepared.model
-        with self.way.layers(model), training_mode(model, self._pass.rule.hold), unchanged(model):
+        model, hold = self.sites.prepared.model, self._pass.rule.hold
+        with self.way.layers(model), training_mode(model, hold), unchanged(model), slow_operators_named(model):
             after, seen = self._mapped_step()(Carry(**parts, anchor=begun), Batch(x, y, batch["batch_keys"]), own)
         new: Tree = {}
         for part in CARRIED:

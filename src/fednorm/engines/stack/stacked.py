@@ -34,6 +34,7 @@ from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.kernels.swapped import restore
 from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device
+from fednorm.engines.stack.slow_operators import slow_operators_named
 from fednorm.errors import ConfigError, FednormError, first_line
 from fednorm.halves.exchange import Held, Holder
 from fednorm.halves.prepared_phase import PreparedPass, PreparedPhase
@@ -235,7 +236,7 @@ class StackTrainer:
             for turn, some in enumerate(groups)
             for group in some
         )
-        with training_mode(model, each.rule.hold):
+        with training_mode(model, each.rule.hold), slow_operators_named(model):
             for turn, some in enumerate(groups):
                 together = turn < lockstep
                 set_lockstep(model, together)
