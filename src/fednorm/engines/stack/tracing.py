@@ -1,7 +1,7 @@
 """A function of tensors as a graph of operators, written down while it is played on tensors without numbers.
 
-Torch's own `make_fx` gives the same graphs and follows much more, such as shapes that vary, but takes almost twice as
-long, and a run waits for it before its first row.
+Torch's own `make_fx` gives the same graphs and follows much more, such as shapes that vary, but takes half as long
+again (ResNet20 on a CPU: 1.9 s for 1.2), and a run waits for it before its first row.
 """
 
 from __future__ import annotations
