@@ -29,6 +29,8 @@ from fednorm.strategies.revive.reviser import Revive
 
 CLIENTS, IMAGES, BATCH, STEPS = 1000, 40, 20, 10
 AT_A_TIME = {"cuda": 100, "cpu": 20}
+WARM = {"cuda": 20, "cpu": 1}
+"""How often as many jobs as are under way are played first; on a GPU until stacks of all sizes have come."""
 ON_CPU, ON_GPU = "mlp_bn", "resnet18"
 BUFFERED, WAITING, REVIVED, ONE_BY_ONE = "fedbuff(b=10)", "sync", "fedrevive", "afl-dw"
 IN_ROUNDS = "rounds"
@@ -70,7 +72,9 @@ def _measure_server(options: Options, found: Section, progress: Progress, data: 
     progress.now("the server's own work")
     parts = server_seconds(plans[0], options.effort.turns)
     progress.now("the clients' work")
-    job = _with_threads(on_clock(plans[1]), options)(options.effort.seconds)
+    play = _with_threads(on_clock(plans[1]), options)
+    play(0.0)
+    job = play(options.effort.seconds)
     found.key("revive.server_ms", model, {name: round(1e3 * seconds, 2) for name, seconds in parts.items()})
     found.key("revive.job_ms", model, round(1e3 * job, 2))
     found.key("revive.server_share", model, round(sum(parts.values()) / (sum(parts.values()) + job), 4))
@@ -92,11 +96,11 @@ def in_rounds(plan: Plan) -> Play:
 
 
 def on_clock(plan: Plan) -> Play:
-    """Seconds of a client's job on the clock; at least as many jobs as are under way, which train in few stacks."""
+    """Seconds of a client's job on the clock; at least twice as many jobs as are under way, which train in stacks."""
     rows = ClockRun(plan, Store()).rounds()
 
     def play(seconds: float) -> float:
-        least = 2 * plan.cohort_size if seconds else plan.cohort_size
+        least = plan.cohort_size * (2 if seconds else WARM.get(plan.device.type, 1))
         synchronize(plan.device)
         started, count = time.perf_counter(), 0
         while count < least or time.perf_counter() - started < seconds:
