@@ -38,8 +38,9 @@ def _rectified(y, CEILING: tl.constexpr):
 
 
 @triton.jit
-def _through(dy, y, CEILING: tl.constexpr):
-    """The gradient in front of a ReLU, or a ReLU6, from the gradient behind it and what it left, or was given."""
+def _through(dy, y_ptr, at, mask, CEILING: tl.constexpr):
+    """The gradient in front of a ReLU, or a ReLU6, from the gradient behind it and what it left."""
+    y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.where(y <= 0, 0.0, dy)
     if CEILING is not None:
         dy = tl.where(y >= CEILING, 0.0, dy)
@@ -151,15 +152,10 @@ def _normalise_kernel(
 
 @triton.jit(do_not_specialize=["rows", "chunks", "channel_words"])
 def _grad_sums_kernel(
-    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, part_ptr, gamma_stride, beta_stride,
-    rows, chunks, channel_words, eps,
+    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, part_ptr, rows, chunks, channel_words, eps,
     WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
-    SHOWN: tl.constexpr, CEILING: tl.constexpr,
+    CEILING: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's sums of dy and of dy times what was normalised.
-
-    Whether a RELU let a number pass is read off y if that is SHOWN, else computed anew from x, which is read anyway.
-    """
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
     channels = channel_words * WORD
@@ -172,16 +168,9 @@ def _grad_sums_kernel(
     at = (client * rows + row)[:, None] * channels + channel[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(var + eps)
     if RELU:
-        if SHOWN:
-            y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        else:
-            scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * inverse
-            beta = tl.load(beta_ptr + client * beta_stride + channel, mask=inside, other=0.0)
-            y = ((x - mean[None, :]) * scale[None, :] + beta[None, :]).to(x_ptr.dtype.element_ty).to(tl.float32)
-        dy = _through(dy, y, CEILING)
-    hat = (x - mean[None, :]) * inverse[None, :]
+        dy = _through(dy, y_ptr, at, mask, CEILING)
+    hat = (x - mean[None, :]) * tl.rsqrt(var + eps)[None, :]
     base = part_ptr + (client * chunks + chunk) * (2 * channels) + channel
     tl.store(base, tl.sum(dy, 0), mask=inside)
     tl.store(base + channels, tl.sum(dy * hat, 0), mask=inside)
@@ -189,10 +178,10 @@ def _grad_sums_kernel(
 
 @triton.jit(do_not_specialize=["rows", "chunks", "channel_words"])
 def _input_grad_kernel(
-    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
-    gamma_stride, beta_stride, rows, chunks, channel_words, eps,
+    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
+    gamma_stride, rows, chunks, channel_words, eps,
     WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-    TRAINING: tl.constexpr, RELU: tl.constexpr, SHOWN: tl.constexpr, CEILING: tl.constexpr, MASKED: tl.constexpr,
+    TRAINING: tl.constexpr, RELU: tl.constexpr, CEILING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
@@ -215,18 +204,12 @@ def _input_grad_kernel(
     mask = (row < rows)[:, None] & inside[None, :]
     at = (client * rows + row)[:, None] * channels + channel[None, :]
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        if SHOWN:
-            y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        else:
-            beta = tl.load(beta_ptr + client * beta_stride + channel, mask=inside, other=0.0)
-            y = ((x - mean[None, :]) * scale[None, :] + beta[None, :]).to(x_ptr.dtype.element_ty).to(tl.float32)
-        dy = _through(dy, y, CEILING)
+        dy = _through(dy, y_ptr, at, mask, CEILING)
     if MASKED:
         tl.store(masked_ptr + at, dy.to(masked_ptr.dtype.element_ty), mask=mask)
     if TRAINING:
-        hat = (x - mean[None, :]) * inverse[None, :]
+        hat = (tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
         dy = dy - (dbeta / rows)[None, :] - hat * (dgamma / rows)[None, :]
     tl.store(dx_ptr + at, (scale[None, :] * dy).to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -331,27 +314,23 @@ def _joined(parts: Tensor, part_rows: int, cut: Cut) -> Tensor:
 
 def run_norm_grad(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, *, training: bool, eps: float,
-    y: Tensor | None = None, beta: Tensor | None = None, ceiling: float | None = None, masked: bool = False,
+    y: Tensor | None = None, ceiling: float | None = None, masked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, gamma and beta; with y or beta, dy is that behind a ReLU; `masked` adds the one in front.
-
-    With `beta` nothing was added before the ReLU.
-    """
+    """Gradients of x, gamma and beta; with y, dy is that behind its ReLU; the one in front is what `masked` adds."""
     cut = cut_of(x)
     parts = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
     count, word = words(cut.channels)
     shape = {"WORD": word, "ROWS": cut.chunk, "BLOCK": cut.block, "num_warps": 8}
-    shape |= {"RELU": y is not None or beta is not None, "SHOWN": y is not None, "CEILING": ceiling}
-    given = x, dy, x if y is None else y, mean, var, gamma, gamma if beta is None else beta
-    strides = gamma.stride(0), 0 if beta is None else beta.stride(0)
-    _grad_sums_kernel[cut.grid](*given, parts, *strides, cut.rows, cut.chunks, count, eps, **shape)
+    shape |= {"RELU": y is not None, "CEILING": ceiling}
+    outer = x if y is None else y
+    _grad_sums_kernel[cut.grid](x, dy, outer, mean, var, parts, cut.rows, cut.chunks, count, eps, **shape)
     if cut.chunks * cut.block > _MOST_JOINED:
         parts = parts.sum(1, keepdim=True)
     dx = torch.empty_like(x)
     through = torch.empty_like(dy) if masked else dy.new_empty(0)
     dgamma, dbeta = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
     _input_grad_kernel[cut.grid](
-        *given, parts, dx, dgamma, dbeta, through, *strides, cut.rows, parts.shape[1], count, eps,
-        CHUNKS=_at_once(parts.shape[1], _MOST_CHUNKS), TRAINING=training, MASKED=masked, **shape,
+        x, dy, outer, mean, var, gamma, parts, dx, dgamma, dbeta, through, gamma.stride(0), cut.rows, parts.shape[1],
+        count, eps, CHUNKS=_at_once(parts.shape[1], _MOST_CHUNKS), TRAINING=training, MASKED=masked, **shape,
     )  # fmt: skip
     return dx, dgamma, dbeta, through

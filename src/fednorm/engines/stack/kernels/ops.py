@@ -215,27 +215,23 @@ def norm(
 @torch.library.custom_op("fednorm::norm_grad", mutates_args=())
 def norm_grad(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, training: bool, eps: float,
-    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None, beta: Tensor | None = None,
+    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gamma and beta; with y, the output of a ReLU after the norm, dy is that ReLU's gradient.
 
-    So it is with `beta`, from which y is computed anew: x is read anyway, and reading y too would take longer. The last
-    is dy in front of the ReLU, where `masked` asks for it, else empty.
+    The last is dy behind the ReLU, where `masked` asks for it, else empty.
     """
     if kernels_fit(x):
         from fednorm.engines.stack.kernels.norm import run_norm_grad
 
         dx, dgamma, dbeta, through = run_norm_grad(
             channels_last(x), channels_last(dy), mean, var, _rows(gamma), training=training, eps=eps,
-            y=None if y is None else channels_last(y), beta=None if beta is None else _rows(beta),
-            ceiling=ceiling, masked=masked,
+            y=None if y is None else channels_last(y), ceiling=ceiling, masked=masked,
         )  # fmt: skip
         return channels_second(dx), dgamma, dbeta, channels_second(through) if masked else through
-    wide, inverse = x.to(gamma.dtype), (var + eps).rsqrt()
-    if beta is not None:
-        y = ((wide - _spread(mean)) * _spread(inverse * gamma) + _spread(beta)).to(x.dtype)
     dz = dy if y is None else torch.where((y <= 0) | (False if ceiling is None else y >= ceiling), 0, dy)
-    grad = dz.to(gamma.dtype)
+    wide, grad = x.to(gamma.dtype), dz.to(gamma.dtype)
+    inverse = (var + eps).rsqrt()
     hat = (wide - _spread(mean)) * _spread(inverse)
     dgamma, dbeta = (grad * hat).sum((1, 3, 4)), grad.sum((1, 3, 4))
     if training:
@@ -296,7 +292,7 @@ def _(
 @norm_grad.register_fake
 def _(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, training: bool, eps: float,
-    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None, beta: Tensor | None = None,
+    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     through = laid_out(dy, *dy.shape) if masked else dy.new_empty(0)
     return laid_out(x, *x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape), through

@@ -157,9 +157,7 @@ def take_in_relu_grad(graph: Graph, grad: Node) -> None:
     for out in reversed(list(grad.users)):
         grad.append(out)
     grad.args = (x, outer, *grad.args[2:])
-    anew = norm.target is _own.norm.default and "addend" not in norm.kwargs
-    grad.kwargs = {**grad.kwargs} | ({"beta": norm.args[2]} if anew else {"y": y})
-    grad.kwargs = {**grad.kwargs} | ({} if ceiling is None else {"ceiling": ceiling})
+    grad.kwargs = {**grad.kwargs, "y": y} | ({} if ceiling is None else {"ceiling": ceiling})
     if behind.users:
         grad.kwargs = {**grad.kwargs, "masked": True}
         with graph.inserting_after(grad):
