@@ -63,6 +63,7 @@ class Poc:
         self.folder = folder
         self.kits = folder / "poc" / "example_project" / "prod_00"
         self.admin = self.kits / "admin@nvidia.com"
+        self.port = 0
         bin_folder = Path(sys.executable).parent  # the kits' scripts call python3
         own = {"HOME": str(folder), "NVFLARE_POC_WORKSPACE": str(folder / "poc"), "OMP_NUM_THREADS": "1"}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -74,10 +75,10 @@ class Poc:
         subprocess.run(command, env=self.env, check=True, capture_output=True)  # noqa: S603
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+            self.port = free.getsockname()[1]
         for file in self.kits.glob("*/startup/fed_*.json"):
             text = file.read_text().replace("server:8002", "localhost:8002")
-            file.write_text(text.replace("8002", str(port)))
+            file.write_text(text.replace("8002", str(self.port)))
         for kit in ("server", *SITES):
             self.permit(kit, "fednorm.nvflare.")
 

@@ -75,6 +75,8 @@ class Setup:
         for name in said:
             if name not in known:
                 raise ConfigError(f"the job's setup has '{name}', which this fednorm does not know; install the same")
+        if not isinstance(said.get("config"), Mapping):
+            raise ConfigError("the job's setup has no config of a run; write it anew")
         lists = {name: tuple(said.get(name, ())) for name in _LISTS}
         config = _with_digest(from_dict(said["config"]), lambda groups: groups.replace(" ", ""))
         return cls(**{**said, "config": config, **lists})
