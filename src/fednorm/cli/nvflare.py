@@ -168,19 +168,22 @@ def check(
     if json:
         print_json(found)
     else:
-        _tell(found)
+        _tell(found, resources)
     for problem in found["problems"]:
         raise ConfigError(problem)
 
 
-def _tell(found: dict[str, Any]) -> None:
+def _tell(found: dict[str, Any], resources: Path | None) -> None:
     say(", ".join(f"{name} {text}" for name, text in found["versions"].items()))
     for port, text in found["ports"].items():
         say(f"port {port}: {text}")
     permits = found["permits"]
-    state = "nothing is missing" if not permits["missing"] else f"missing: {', '.join(permits['missing'])}"
-    needed = ", ".join(permits["needed"])
-    say(f"class_allow_list of local/resources.json, at the server and every site: {needed}; {state}")
+    needed, missing = ", ".join(permits["needed"]), ", ".join(permits["missing"])
+    say(f"class_allow_list of local/resources.json, at the server and every site, must have: {needed}")
+    if resources is None:
+        say("NVFlare's own list does not; --resources FILE looks into a site's")
+    else:
+        say(f"'{resources}': {f'missing: {missing}' if missing else 'nothing is missing'}")
     say(
         "code that the job names must be installed at every site, or go with the job where the right byoc is granted"
         if permits["byoc"]
