@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from course_by_hand import SITES, Federation, setup_of
+from nvflare.apis.signal import Signal
 from simulated import tiny
 
 from fednorm.core.state import digest
@@ -15,6 +17,7 @@ from fednorm.halves.wire_files import load_mine
 from fednorm.nvflare.keeping import run_name, site_file
 from fednorm.nvflare.member import Member
 from fednorm.nvflare.recipe import Recipe
+from fednorm.nvflare.server import NormController
 from fednorm.running.config import updated
 from fednorm.running.given import Objects
 from fednorm.running.run import Run
@@ -109,6 +112,28 @@ def test_a_run_is_continued_by_its_name_alone(tmp_path: Path) -> None:
         Federation(tmp_path, setup_of(rounds=3), run="mine").play()
     with pytest.raises(CheckpointError, match="is of run 'mine' with another method, model, sites or settings"):
         Federation(tmp_path, setup_of(rounds=4, train_lr=0.5), run="mine").play()
+
+
+class Patient(NormController):
+    """Asks nobody: nobody would answer."""
+
+    def _ask(self, *asked: Any) -> None:
+        pass
+
+
+def test_a_server_says_whom_it_waits_for(tmp_path: Path) -> None:
+    abort, setup = Signal(), setup_of()
+    course = Federation(tmp_path, setup).course
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        abort.trigger(True)
+
+    course.say = say
+    engine = SimpleNamespace(get_clients=lambda: [SimpleNamespace(name="site-1")])
+    Patient(setup.to_json(), 2)._gather(course, abort, cast(Any, SimpleNamespace(get_engine=lambda: engine)))
+    assert said == ["waits for 2 sites; here are site-1"]
 
 
 def test_jobs_without_a_name_of_their_own_never_meet() -> None:

@@ -35,6 +35,7 @@ def chains(recipe: Recipe, folder: Path, which: str) -> dict[str, list[str]]:
     ("tasks", "filtered"),
     [
         (None, ["train"]),
+        ([], ["train"]),
         (["train"], ["train"]),
         (["*"], ["train", "fednorm_hello"]),
         (["train", "fednorm_hello"], ["train", "fednorm_hello"]),

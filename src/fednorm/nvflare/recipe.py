@@ -130,7 +130,9 @@ class Recipe(FlareRecipe):
         for task in tasks or ():
             if task not in (*_TASKS, "*"):
                 raise unknown("task", task, _TASKS)
-        return [parts.WORK] if tasks is None else _TASKS if "*" in tasks else tasks
+        if not tasks:
+            return [parts.WORK]
+        return _TASKS if "*" in tasks else tasks
 
     def _validate_before_use(self) -> None:
         """The sharing filter is added when the job is written: it stands last, after all filters that users added."""
