@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,37 @@ from fednorm.nvflare import Recipe
 SITES = ("site-1", "site-2")
 
 
+def processes(wanted: Callable[[list[str]], bool]) -> list[int]:
+    """The processes whose command line, word by word, is wanted."""
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode().split("\0")
+        except OSError:  # it has just ended
+            continue
+        if wanted(words):
+            found.append(int(entry.parent.name))
+    return found
+
+
+def listening(pids: list[int]) -> set[str]:
+    """The addresses at which processes can be reached."""
+    sockets: set[str] = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                sockets.add(os.readlink(handle))
+            except OSError:  # it was closed meanwhile
+                continue
+    found: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        for row in (line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
+            if row[3] == "0A" and f"socket:[{row[9]}]" in sockets:
+                number = bytes.fromhex(row[1].partition(":")[0])
+                found.add(socket.inet_ntop(socket.AF_INET, number[::-1]) if table == "tcp" else number.hex())
+    return found
+
+
 class Poc:
     """The kits of a proof of concept in a folder, and the processes that run them."""
 
@@ -32,6 +63,7 @@ class Poc:
         self.folder = folder
         self.kits = folder / "poc" / "example_project" / "prod_00"
         self.admin = self.kits / "admin@nvidia.com"
+        self.port = 0
         bin_folder = Path(sys.executable).parent  # the kits' scripts call python3
         own = {"HOME": str(folder), "NVFLARE_POC_WORKSPACE": str(folder / "poc"), "OMP_NUM_THREADS": "1"}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -43,10 +75,10 @@ class Poc:
         subprocess.run(command, env=self.env, check=True, capture_output=True)  # noqa: S603
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+            self.port = free.getsockname()[1]
         for file in self.kits.glob("*/startup/fed_*.json"):
             text = file.read_text().replace("server:8002", "localhost:8002")
-            file.write_text(text.replace("8002", str(port)))
+            file.write_text(text.replace("8002", str(self.port)))
         for kit in ("server", *SITES):
             self.permit(kit, "fednorm.nvflare.")
 
@@ -66,15 +98,8 @@ class Poc:
 
     def pids(self, kit: str, module: str = "") -> list[int]:
         """The processes of a kit; `module` is the last name of the one they run, such as `worker_process`."""
-        found: list[int] = []
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = entry.read_bytes().decode().split("\0")
-            except OSError:  # it has just ended
-                continue
-            if str(self.kits / kit) in words and any(word.endswith(module) for word in words[:4]):
-                found.append(int(entry.parent.name))
-        return found
+        place = str(self.kits / kit)
+        return processes(lambda words: place in words and any(word.endswith(module) for word in words[:4]))
 
     def kill(self, kit: str, module: str = "") -> None:
         """End processes of a kit as a power cut would."""
@@ -104,20 +129,7 @@ class Poc:
 
     def listens_on(self) -> set[str]:
         """The addresses at which anybody could reach these processes."""
-        sockets: set[str] = set()
-        for pid in (pid for kit in ("server", *SITES) for pid in self.pids(kit)):
-            for handle in Path(f"/proc/{pid}/fd").iterdir():
-                try:
-                    sockets.add(os.readlink(handle))
-                except OSError:  # it was closed meanwhile
-                    continue
-        found: set[str] = set()
-        for table in ("tcp", "tcp6"):
-            for row in (line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
-                if row[3] == "0A" and f"socket:[{row[9]}]" in sockets:
-                    number = bytes.fromhex(row[1].partition(":")[0])
-                    found.add(socket.inet_ntop(socket.AF_INET, number[::-1]) if table == "tcp" else number.hex())
-        return found
+        return listening([pid for kit in ("server", *SITES) for pid in self.pids(kit)])
 
     def stop(self) -> None:
         for kit in (*SITES, "server"):

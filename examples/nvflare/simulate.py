@@ -30,7 +30,7 @@ def main(method: str = "fedbn", rounds: int = 10) -> None:
         run = recipe.execute(SimEnv(num_clients=2, workspace_root=workspace))
         (rows,) = Path(str(run.get_result())).rglob("metrics.jsonl")
         last = [json.loads(line) for line in rows.read_text().splitlines()][-1]
-    print(f"{method}: {last['eval']['own_client']['accuracy']:.1f} % right, each site with its own batch norm")
+    print(f"{method}: {last['eval']['own_client']['accuracy']:.1f} % right, each site on examples of its own")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from nvflare.apis.dxo import DXO
 from nvflare.apis.dxo_filter import DXOFilter
@@ -24,6 +23,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.collab import CollabCallError, collab
 from nvflare.job_config.api import FedJob
+from simulated import own_files
 
 from fednorm.core.state import digest
 from fednorm.errors import FednormError
@@ -37,8 +37,8 @@ from fednorm.nvflare.collab import NormCollabController, NormCollabExecutor, Nor
 from fednorm.nvflare.course import Course
 from fednorm.nvflare.keeping import server_file, site_file
 from fednorm.nvflare.member import Member
-from fednorm.nvflare.permission import Permission
-from fednorm.nvflare.recipe import Recipe, permit_in
+from fednorm.nvflare.permission import Permission, permit_in
+from fednorm.nvflare.recipe import Recipe
 from fednorm.nvflare.setup import Setup
 from fednorm.running.clock_run import ClockRun
 from fednorm.running.plan import make_plan
@@ -193,27 +193,13 @@ FAULTS = {
 }
 
 
-def _data(folder: Path) -> Path:
-    """A file with a few small images of every site, some of them for tests."""
-    path = folder / "data.npz"
-    if not path.exists():
-        draw = np.random.default_rng(0)
-        sizes = [40 + 8 * site for site in range(SITES)]
-        names = np.repeat([f"site-{site + 1}" for site in range(SITES)], sizes)
-        shift = np.repeat(np.arange(SITES), sizes)[:, None, None, None]
-        x = draw.normal(size=(sum(sizes), 1, 4, 4)).astype(np.float32) + shift.astype(np.float32)
-        split = np.where(np.arange(sum(sizes)) % 4, "train", "test")
-        np.savez(path, x=x, y=draw.integers(0, 3, sum(sizes)), client=names, split=split)
-    return path
-
-
 def setup_of(folder: Path, method: str, rounds: int = 4, run_id: str = "", **settings: Any) -> Setup:
     """A small run of the sites of one start."""
     chosen = {"local_steps": 2, "batch_size": 8, "every": rounds, "device": "cpu", **settings}
     return Recipe(
         method=method,
         model="mlp_bn(width=16)",
-        data=f"npz:{_data(folder)}",
+        data=f"npz:{own_files(folder, SITES)}",
         num_rounds=rounds,
         transport="collab",
         run_id=run_id,

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,3 +55,17 @@ def own_data(site: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     x = torch.randn(24, 6, generator=random)
     y = (x.sum(1) > 0).long()
     return (x[:16], y[:16]), (x[16:], y[16:])
+
+
+def own_files(folder: Path, sites: int = 2) -> Path:
+    """A file with a few small images of every site, some of them for tests."""
+    path = folder / "data.npz"
+    if not path.exists():
+        draw = np.random.default_rng(0)
+        sizes = [40 + 8 * site for site in range(sites)]
+        names = np.repeat([f"site-{site + 1}" for site in range(sites)], sizes)
+        shift = np.repeat(np.arange(sites), sizes)[:, None, None, None]
+        x = draw.normal(size=(sum(sizes), 1, 4, 4)).astype(np.float32) + shift.astype(np.float32)
+        split = np.where(np.arange(sum(sizes)) % 4, "train", "test")
+        np.savez(path, x=x, y=draw.integers(0, 3, sum(sizes)), client=names, split=split)
+    return path

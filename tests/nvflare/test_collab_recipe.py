@@ -28,7 +28,7 @@ from fednorm.nvflare.chain import passed
 from fednorm.nvflare.collab import refuse_absent
 from fednorm.nvflare.course import Course
 from fednorm.nvflare.member import Member
-from fednorm.nvflare.recipe import permit_in
+from fednorm.nvflare.permission import permit_in
 from fednorm.nvflare.same import refuse_incomparable
 from fednorm.running.plan import make_plan
 

@@ -126,6 +126,9 @@ def test_a_device_that_cannot_take_part_says_why(tmp_path: Path, capsys: pytest.
     assert main([*nobody, "--id", "phone#0"]) == 4
     why = "error: job 'edge' cannot be reached (ConnectionError) for 0.1 seconds; start it, or give a larger --patience"
     assert capsys.readouterr().err.strip() == why
+    assert main([*nobody[:-3], str(tmp_path / "none.json"), "--id", "phone#0"]) == 2
+    why = f"error: '{tmp_path / 'none.json'}' does not exist; give the setup that a device has, or config_fed_client"
+    assert capsys.readouterr().err.startswith(why)
     assert main([*nobody, "--id", "phone"]) == 2
     why = "error: device 'phone' has no number; call it NAME#NUMBER, such as phone#3"
     assert capsys.readouterr().err.strip() == why

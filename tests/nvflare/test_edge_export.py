@@ -100,6 +100,9 @@ def test_files_of_another_run_are_refused(played: Played, tmp_path: Path) -> Non
     )
     with pytest.raises(ConfigError, match=why):
         read_setup(setup)
+    setup.write_text(json.dumps({"config": 3, "outputs": 3, "state_dir": None}))
+    with pytest.raises(ConfigError, match="the job's setup has no config of a run; write it anew"):
+        read_setup(setup)
 
 
 def test_the_setup_is_also_in_the_jobs_own_file(played: Played, tmp_path: Path) -> None:

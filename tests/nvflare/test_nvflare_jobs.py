@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from fednorm.errors import ConfigError
 from fednorm.files import read_json
 from fednorm.halves.wire_files import load_mine
 from fednorm.nvflare import Recipe
+from fednorm.nvflare.edge.processor import NormTaskProcessor
 from fednorm.nvflare.keeping import site_file
-from fednorm.nvflare.permission import Permission
+from fednorm.nvflare.permission import Permission, code_paths
 from fednorm.nvflare.setup import Setup
 from fednorm.running.config import from_dict, updated
 from fednorm.running.recipe import read_recipe
@@ -99,6 +102,7 @@ def test_the_example_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert done.out.splitlines()[-5:] == [f"folder: {tmp_path / 'run'}", *same]
     assert "round 5: 16 entries, 6 shared, 10 local; 115752 bytes up" in (tmp_path / "run" / "nvflare.log").read_text()
     assert Result.load(tmp_path / "run").per_client()[1]["name"] == "site-2"
+    assert Result.load(tmp_path / "run").picture(tmp_path / "run.png").stat().st_size > 1000
     assert fednorm("resume", tmp_path / "run", "--rounds", "6", "--quiet").code == 0, "our own engine goes on from it"
     longer = Result.load(tmp_path / "run").runs[0]
     whole = run(updated(from_dict(read_recipe(FEDBN).fields), {"rounds": 6}), threads=1, engine="sequential")
@@ -187,26 +191,43 @@ def test_a_number_of_sites_must_be_known() -> None:
         Recipe(model=Net, data="simulated:own_data", shape=(6,), num_classes=2)
 
 
-@pytest.mark.parametrize(("listed", "byoc"), [((), False), (("simulated.own_data",), False), ((), True)])
-def test_a_site_decides_which_code_a_job_may_name(listed: tuple[str, ...], byoc: bool, tmp_path: Path) -> None:
+def permission(folder: Path, listed: Sequence[str], byoc: bool = False) -> Permission:
+    """What a site permits whose list has these, to a job that brings code or brings none."""
+
     class Workspace:
         def get_resources_file_path(self) -> str:
-            return str(tmp_path / "resources.json")
+            return str(folder / "resources.json")
 
-    (tmp_path / "resources.json").write_text(json.dumps({"class_allow_list": list(listed)}))
+    (folder / "resources.json").write_text(json.dumps({"class_allow_list": list(listed)}))
     context = FLContext()
     context.set_prop(FLContextKey.WORKSPACE_OBJECT, Workspace())
     context.set_prop(FLContextKey.JOB_META, {"byoc": byoc})
-    setup = own().setup
+    return Permission(context)
+
+
+@pytest.mark.parametrize(("listed", "byoc"), [((), False), (("simulated.own_data",), False), ((), True)])
+def test_a_site_decides_which_code_a_job_may_name(listed: tuple[str, ...], byoc: bool, tmp_path: Path) -> None:
+    setup, permit = own().setup, permission(tmp_path, listed, byoc)
     if listed or byoc:
-        assert len(setup.own_data("site-1", Permission(context)).train[1]) == 16
+        assert len(setup.own_data("site-1", permit).train[1]) == 16
         return
     with pytest.raises(ConfigError) as caught:
-        setup.own_data("site-1", Permission(context))
+        setup.own_data("site-1", permit)
     assert str(caught.value) == (
         "the job names code, 'simulated.own_data', which this site does not permit; add it to class_allow_list in "
         "local/resources.json, or submit the job with its code where the right byoc is granted"
     )
+
+
+def test_a_leaf_permits_files_that_its_devices_use_as_a_site_does(tmp_path: Path) -> None:
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    config = updated(tiny(), {"use": (str(tmp_path / "uneven.py"),)})
+    processor = NormTaskProcessor(replace(own().setup, config=config).to_json())
+    (path,) = code_paths(config)
+    assert path.startswith("use.")
+    processor.permitted(permission(tmp_path, [path]))
+    with pytest.raises(ConfigError, match=f"the job names code, '{path}', which this site does not permit"):
+        processor.permitted(permission(tmp_path, ["fednorm.nvflare."]))
 
 
 def test_a_site_that_does_not_know_its_rows_is_told_how_to() -> None:

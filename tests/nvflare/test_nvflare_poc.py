@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -91,6 +93,28 @@ def test_the_example_completes() -> None:
     done = subprocess.run([sys.executable, str(EXAMPLES / "poc.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1].startswith("FINISHED:COMPLETED: 3 rounds, last training loss ")
+
+
+def answer_to(poc: Poc, context: ssl.SSLContext) -> bytes:
+    """What the server's one port answers to a request; nothing where it hangs up."""
+    try:
+        with (
+            socket.create_connection(("localhost", poc.port), timeout=20) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as secured,
+        ):
+            secured.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            return secured.recv(100)
+    except (ssl.SSLError, ConnectionError):
+        return b""
+
+
+def test_the_server_hears_only_who_has_a_certificate(poc: Poc) -> None:
+    startup = poc.kits / "site-1" / "startup"
+    context = ssl.create_default_context(cafile=startup / "rootCA.pem")
+    context.check_hostname = False
+    assert answer_to(poc, context) == b""
+    context.load_cert_chain(startup / "client.crt", startup / "client.key")
+    assert answer_to(poc, context).startswith(b"HTTP/1.1 ")
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(poc: Poc) -> None:

@@ -4,85 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import by_hand
 import pytest
 import torch
-from torch import Tensor, nn
+from scripted import DATA, LR, SITES, begun, loss_of, net, one_step, play, script
+from torch import nn
 
-from fednorm.core.phases import PhaseId
 from fednorm.core.report import Report
 from fednorm.core.state import Tree, digest, model_state
-from fednorm.errors import ConfigError, WireError
-from fednorm.halves.founding import found
-from fednorm.halves.messages import LocalWork, Refusal, Request, Scores, Update, Welcome
+from fednorm.halves.messages import Scores, Update
 from fednorm.halves.server import Server
-from fednorm.nvflare import parts
 from fednorm.nvflare.keeping import load_own, site_file
-from fednorm.nvflare.recipe import Recipe
-from fednorm.nvflare.script import Client, join
+from fednorm.nvflare.script import Client
 from fednorm.nvflare.script_job import Job
 
 pytestmark = pytest.mark.nvflare
-
-SITES = ("site-1", "site-2")
-DATA = {
-    site: (torch.randn(size, 4, generator=torch.Generator().manual_seed(size)), torch.arange(size) % 3)
-    for site, size in zip(SITES, (10, 14), strict=True)
-}
-LR = 0.1
-
-
-def net() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-
-
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def one_step(client: Client, job: Job, site: str) -> None:
-    """What a user's loop does: one step on all examples."""
-    optimizer = torch.optim.SGD(client.model.parameters(), lr=LR)
-    with job.training(optimizer) as rules:
-        optimizer.zero_grad()
-        rules.loss(loss_of(client.model, DATA[site])).backward()
-        optimizer.step()
-    job.send()
-
-
-Loop = Callable[[Client, Job, str], None]
-
-
-def script(site: str, folder: Path, loop: Loop = one_step, **options: Any) -> by_hand.Script:
-    def run() -> None:
-        client = join(net(), [DATA[site]], state_dir=str(folder), **options)
-        for job in client:
-            loop(client, job, site)
-
-    return run
-
-
-def begun(folder: Path, method: str, rounds: int = 3, **options: Any) -> tuple[Server, dict[str, Welcome]]:
-    hellos = [by_hand.hello(script(site, folder), site) for site in SITES]
-    return found(hellos, net(), method, LocalWork(rounds=rounds, lr=LR), run="r", norm_factor=None, **options)
-
-
-def play(folder: Path, method: str, loop: Loop = one_step, **options: Any) -> tuple[Server, dict[str, Welcome]]:
-    server, welcomes = begun(folder, method, **options)
-    while not server.finished:
-        for client, request in server.requests().items():
-            site = SITES[client]
-            answer = by_hand.answer(script(site, folder, loop), site, welcomes[site], request)
-            assert isinstance(answer, Update | Scores), answer
-            server.take(answer)
-        server.close()
-    return server, welcomes
 
 
 def by_plain_torch(rounds: int, local: Callable[[str], bool]) -> tuple[Tree, list[Tree]]:
@@ -256,101 +194,6 @@ def test_surgery_is_done_on_what_the_script_trains(tmp_path: Path) -> None:
     assert [type(layer) for layer in seen[0]][1] is nn.GroupNorm
 
 
-def refused(folder: Path, request: Request, welcome: Welcome, loop: Loop = one_step) -> str:
-    """What the server is told, in one line."""
-    answer, _ = by_hand.asked(script("site-1", folder, loop), "site-1", parts.to_shareable(request, welcome))
-    assert isinstance(answer, Refusal)
-    return answer.why
-
-
-def test_what_cannot_be_done_is_told_to_the_server(tmp_path: Path) -> None:
-    server, welcomes = begun(tmp_path, "fedbn")
-    welcome, request = welcomes["site-1"], server.requests()[0]
-    terms = welcome.terms
-    other = replace(welcome, terms=replace(terms, schema="ab" * 32))
-    assert refused(tmp_path, request, other) == (
-        f"the server has schema 'abababab', this side '{terms.schema[:8]}'; "
-        "give both the same model, method and settings"
-    )
-    assert refused(tmp_path, replace(request, phase=PhaseId.parse("train.3.0")), welcome) == (
-        "client 0: 'fedbn' has no phase train.3.0"
-    )
-    assert refused(tmp_path, replace(request, accepted=2), welcome) == (
-        "the server goes on from this client's exchange 2, but its state is that of exchange 0; bring back the state "
-        "it had, or let it start anew (lost_state='anew')"
-    )
-    more = replace(request, tree={**request.tree, "1.weight": torch.ones(6)})
-    assert refused(tmp_path, more, welcome) == "client 0, exchange 1, entry '1.weight': was not expected"
-    lock = replace(welcome, terms=replace(terms, method="fedavg+local-momentum"))
-    assert refused(tmp_path, request, lock) == (
-        "'fedavg+local-momentum' cannot be a script's: it keeps or shares what the optimizer remembers; "
-        "give data= in place of train_script="
-    )
-
-
-@pytest.mark.parametrize(
-    ("method", "text"),
-    [
-        (
-            "fedavg+local-momentum",
-            "'fedavg+local-momentum' cannot be a script's: it keeps or shares what the optimizer remembers; "
-            "give data= in place of train_script=",
-        ),
-        (
-            "fedtan",
-            "'fedtan' needs all clients of a round in lock-step, which only the simulator has; "
-            "use fednorm.run, or another method here",
-        ),
-        (
-            "centralized",
-            "'centralized' needs the data of all clients in one place, which only the simulator has; "
-            "use fednorm.run, or another method here",
-        ),
-    ],
-)
-def test_a_recipe_refuses_what_no_script_can_do(method: str, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Recipe(method=method, model="resnet20", train_script="train.py", num_rounds=1, min_clients=2)
-    assert str(caught.value) == text
-
-
-def unsent(client: Client, job: Job, site: str) -> None:
-    with job.training():
-        pass
-
-
-def untrained(client: Client, job: Job, site: str) -> None:
-    job.send()
-
-
-def silent(client: Client, job: Job, site: str) -> None:
-    with job.training():
-        loss_of(client.model, DATA[site]).backward()
-    job.send()
-
-
-def twice(client: Client, job: Job, site: str) -> None:
-    one_step(client, job, site)
-    job.send()
-
-
-@pytest.mark.parametrize(
-    ("loop", "text"),
-    [
-        (unsent, "the job of round 1 was not sent; call job.send() after training"),
-        (untrained, "the job of round 1 was not trained; do it inside `with job.training():`"),
-        (silent, "the job of round 1 has no losses; train with rules.loss(loss), or send(losses=[...])"),
-        (twice, "the job of round 1 was sent already; send each once"),
-    ],
-)
-def test_a_loop_that_forgets_something_is_told(tmp_path: Path, loop: Loop, text: str) -> None:
-    server, welcomes = begun(tmp_path, "fedbn")
-    task = parts.to_shareable(server.requests()[0], welcomes["site-1"])
-    _, raised = by_hand.asked(script("site-1", tmp_path, loop), "site-1", task)
-    assert isinstance(raised, ConfigError)
-    assert str(raised) == text
-
-
 def test_losses_may_be_given(tmp_path: Path) -> None:
     def given(client: Client, job: Job, site: str) -> None:
         with job.training():
@@ -362,15 +205,3 @@ def test_losses_may_be_given(tmp_path: Path) -> None:
     assert isinstance(answer, Update)
     assert answer.report.losses == {"all": 2.0, "last_epoch": 1.0, "last_batch": 1.0}
     assert digest(answer.shared) == digest({key: model_state(net())[key] for key in answer.shared})
-
-
-def test_terms_are_wanted_before_jobs() -> None:
-    with pytest.raises(ConfigError, match=r"the server has not named its terms yet; make the client with fednorm\.nvf"):
-        Client(net(), [DATA["site-1"]])._settled()
-
-
-def test_a_server_that_is_not_ours_is_told(tmp_path: Path) -> None:
-    _, welcomes = begun(tmp_path, "fedbn")
-    answer, raised = by_hand.asked(script("site-1", tmp_path), "site-1", parts.to_shareable(welcomes["site-1"]))
-    assert answer == Refusal("the server sent a welcome where a request was expected")
-    assert isinstance(raised, WireError)

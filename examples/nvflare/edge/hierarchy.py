@@ -64,7 +64,7 @@ def main(work):
     from fednorm.halves.wire_files import load_mine
     from fednorm.nvflare import EdgeRecipe
     from fednorm.nvflare.edge.recipe import EDGE
-    from fednorm.nvflare.recipe import permit_in
+    from fednorm.nvflare.permission import permit_in
 
     work.mkdir(parents=True)
     begun, running = time.monotonic(), []

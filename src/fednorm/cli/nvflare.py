@@ -10,7 +10,7 @@ import typer
 
 from fednorm.cli.flags import AllowCode, Assignments, Json, Out, Quiet, Use, option
 from fednorm.cli.nvflare_site import export_site
-from fednorm.cli.output import echo, print_json, print_scores, print_table, progress_stream, say, size_text
+from fednorm.cli.output import Stopped, echo, print_json, print_scores, print_table, progress_stream, say, size_text
 from fednorm.cli.settings import resolve
 from fednorm.errors import ConfigError, require
 
@@ -69,6 +69,7 @@ def run(
     from fednorm.nvflare.same import refuse_incomparable
     from fednorm.nvflare.simulate import simulate
     from fednorm.running.observers import watching
+    from fednorm.running.stopping import Interrupted
 
     if threads is not None and threads < 1:
         raise ConfigError(f"--threads {threads} is out of range; give 1 or more")
@@ -81,8 +82,14 @@ def run(
     stream = progress_stream(quiet, json)
     if stream:
         echo("NVFlare's simulator starts; its first round takes a while", file=stream, flush=True)
-    with watching(config.rounds, stream=stream) as tell:
-        result = simulate(config, place, threads=threads, run_id=run_id, state_dir=kept, on_row=tell)
+    try:
+        with watching(config.rounds, stream=stream) as tell:
+            result = simulate(config, place, threads=threads, run_id=run_id, state_dir=kept, on_row=tell)
+    except Interrupted as stop:
+        again = "nothing of it is kept; a run with --run-id can be continued"
+        if run_id is not None:
+            again = f"continue with the same --run-id {run_id} and --state-dir {state_dir}"
+        raise Stopped(f"stopped; {again}", stop.exit_code) from None
     compared = _compared(config, result, place) if check else []
     if json:
         print_json({**result.to_json(), "folder": result.folder, **({"check": compared} if check else {})})
@@ -124,13 +131,17 @@ def export(
 ) -> None:
     """Write a job for `nvflare job submit`."""
     config = _config(file, assignments, use, allow_code)
-    from fednorm.nvflare.recipe import ALLOWED, Recipe, code_paths
+    from fednorm.files import disk_errors
+    from fednorm.nvflare.permission import ALLOWED, code_paths
+    from fednorm.nvflare.recipe import Recipe
 
     job = folder / name
     if job.exists():
         raise ConfigError(f"'{job}' exists already; choose another DIR or --name")
     named = [site.strip() for site in (sites or "").split(",") if site.strip()]
-    Recipe(config=config, name=name, sites=named, run_id=run_id, state_dir=state_dir).export(str(folder))
+    recipe = Recipe(config=config, name=name, sites=named, run_id=run_id, state_dir=state_dir)
+    with disk_errors(job):
+        recipe.export(str(folder))
     echo(f"job: {job}")
     needed = ", ".join(f'"{path}"' for path in (ALLOWED, *code_paths(config)))
     say(f"the server and every site must have {needed} in class_allow_list of local/resources.json")
@@ -157,19 +168,22 @@ def check(
     if json:
         print_json(found)
     else:
-        _tell(found)
+        _tell(found, resources)
     for problem in found["problems"]:
         raise ConfigError(problem)
 
 
-def _tell(found: dict[str, Any]) -> None:
+def _tell(found: dict[str, Any], resources: Path | None) -> None:
     say(", ".join(f"{name} {text}" for name, text in found["versions"].items()))
     for port, text in found["ports"].items():
         say(f"port {port}: {text}")
     permits = found["permits"]
-    state = "nothing is missing" if not permits["missing"] else f"missing: {', '.join(permits['missing'])}"
-    needed = ", ".join(permits["needed"])
-    say(f"class_allow_list of local/resources.json, at the server and every site: {needed}; {state}")
+    needed, missing = ", ".join(permits["needed"]), ", ".join(permits["missing"])
+    say(f"class_allow_list of local/resources.json, at the server and every site, must have: {needed}")
+    if resources is None:
+        say("NVFlare's own list does not; --resources FILE looks into a site's")
+    else:
+        say(f"'{resources}': {f'missing: {missing}' if missing else 'nothing is missing'}")
     say(
         "code that the job names must be installed at every site, or go with the job where the right byoc is granted"
         if permits["byoc"]

@@ -21,7 +21,8 @@ from fednorm.errors import ConfigError
 from fednorm.halves.agreed import Agreed
 from fednorm.halves.schema import DOWN, UP
 from fednorm.halves.terms import agree
-from fednorm.nvflare.recipe import ALLOWED, Recipe, code_paths
+from fednorm.nvflare.permission import ALLOWED, code_paths
+from fednorm.nvflare.recipe import Recipe
 from fednorm.running.config import RunConfig
 from fednorm.running.plan import work_of
 

@@ -35,7 +35,7 @@ from fednorm.methods import parse
 from fednorm.models.registry import build
 from fednorm.nvflare.parts import HEADER, from_dxo, question, to_dxo, welcome_in
 from fednorm.nvflare.permission import Permission
-from fednorm.nvflare.setup import Setup, is_code
+from fednorm.nvflare.setup import Setup, dotted, is_code
 
 _PHASE = "fednorm.phase"
 """Where the filter of task data leaves for that of the result which phase a task is of."""
@@ -161,7 +161,7 @@ class SharingFilter(DXOFilter):
             term = parse_term(str(self.model), "model", "resnet20(shortcut=B)")
             # What the site's own policy names, the site lets run.
             if is_code(term.name) and self.get_prop(FilterContextKey.SOURCE) != FilterSource.SITE:
-                Permission(fl_ctx)(term.name.replace(":", "."))
+                Permission(fl_ctx)(dotted(term.name))
             model = build(term.name, **(self.model_args or {}), **term.options)
             self._prepared = prepare(model, parse(self.method), allow_noop=True)
         return self._prepared

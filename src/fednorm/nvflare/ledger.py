@@ -40,7 +40,7 @@ RESULTS = "fednorm"
 FAILURE = "failure.json"
 """why a run ended early"""
 ABOUT = "nvflare.json"
-"""name of the run, which `run_id` continues, its job and its sites"""
+"""name of the run, which `run_id` continues, and its sites"""
 
 
 def write_failure(folder: Path, error: FednormError) -> None:

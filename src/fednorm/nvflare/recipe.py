@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
-from nvflare.app_common.widgets.component_path_authorizer import CLASS_ALLOW_LIST
+from nvflare.apis.filter import Filter
 from nvflare.client.config import ExchangeFormat, TransferType
 from nvflare.fuel.utils.constants import FrameworkType
+from nvflare.fuel.utils.validation_utils import check_job_name
 from nvflare.job_config.api import FedJob
 from nvflare.job_config.script_runner import ScriptRunner
 from nvflare.recipe.sim_env import SimEnv
 from nvflare.recipe.spec import ExecEnv
 from nvflare.recipe.spec import Recipe as FlareRecipe
 
-from fednorm.core.expression import parse_term
 from fednorm.errors import ConfigError, unknown
-from fednorm.files import write_json
 from fednorm.nvflare import parts
 from fednorm.nvflare.client import NormExecutor
 from fednorm.nvflare.filter import SharingFilter
 from fednorm.nvflare.keeping import check_run_id
+from fednorm.nvflare.permission import code_paths, permit_in
 from fednorm.nvflare.script_job import refuse_beyond_scripts
 from fednorm.nvflare.server import NormController
-from fednorm.nvflare.setup import Setup, dotted, is_code, usual_sites
+from fednorm.nvflare.setup import Setup, usual_sites
 from fednorm.running.api import settings_to_fields
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.extensions import with_extensions
@@ -36,8 +34,6 @@ from fednorm.running.own_files import settled_by_files
 from fednorm.running.plan import build_federation
 from fednorm.running.tasks import settle_task
 
-ALLOWED = "fednorm.nvflare."
-"""what a site's class_allow_list must have for jobs that bring no code"""
 POLL = 0.05
 """Seconds between two looks of a site for a task; NVFlare's own are 2, which no round could be quicker than."""
 Transport = Literal["tasks", "collab"]
@@ -80,6 +76,7 @@ class Recipe(FlareRecipe):
         **settings: Any,
     ) -> None:
         check_run_id(run_id)
+        check_name(name)
         if data is not None and train_script is not None:
             raise ConfigError("data and train_script were both given; give one of them")
         fields: dict[str, Any] = settings_to_fields(settings)
@@ -102,8 +99,8 @@ class Recipe(FlareRecipe):
         job.set_app_packages(["fednorm"])  # installed at every site: a copy in the job would hide it
         super().__init__(job)
         carrier = _carrier(transport, self.setup, train_script)
-        self._guarded = carrier != "tasks"
-        if carrier == "collab":
+        self._by_tasks, self._written = carrier == "tasks", False
+        if not self._by_tasks:
             from fednorm.nvflare.collab import add_parts
 
             add_parts(job, self.setup, self.min_clients)
@@ -112,20 +109,62 @@ class Recipe(FlareRecipe):
             job.to_clients(_executor(self.setup, train_script, train_args, launch_external_process), tasks=_TASKS)
         self.add_server_config({"server": {"task_request_interval": POLL}})
 
+    def add_client_input_filter(
+        self, filter: Filter, tasks: Sequence[str] | None = None, clients: list[str] | None = None
+    ) -> None:
+        """Add a filter of what comes to sites; without `tasks` of all that carries entries."""
+        for task in self._filtered(tasks):
+            super().add_client_input_filter(filter, [task], clients)
+
+    def add_client_output_filter(
+        self, filter: Filter, tasks: Sequence[str] | None = None, clients: list[str] | None = None
+    ) -> None:
+        """Add a filter of what leaves sites; without `tasks` of all that carries entries."""
+        for task in self._filtered(tasks):
+            super().add_client_output_filter(filter, [task], clients)
+
+    def _filtered(self, tasks: Sequence[str] | None) -> Sequence[str]:
+        """The tasks that a filter is for, one by one: NVFlare keeps a chain for each name, and calls none for `*`."""
+        if self._written:
+            raise ConfigError("the job was written already, with fednorm's filter at the end; add filters before")
+        for task in tasks or ():
+            if task not in (*_TASKS, "*"):
+                raise unknown("task", task, _TASKS)
+        if not tasks:
+            return [parts.WORK]
+        return _TASKS if "*" in tasks else tasks
+
     def _validate_before_use(self) -> None:
         """The sharing filter is added when the job is written: it stands last, after all filters that users added."""
-        for task in [] if self._guarded else _TASKS:  # one by one, since NVFlare has one chain for a set of tasks
-            self.add_client_input_filter(SharingFilter.of(self.setup), tasks=[task])
-            self.add_client_output_filter(SharingFilter.of(self.setup), tasks=[task])
-        self._guarded = True
+        if not self._written and self._by_tasks:
+            self.add_client_input_filter(SharingFilter.of(self.setup), _TASKS)
+            self.add_client_output_filter(SharingFilter.of(self.setup), _TASKS)
+        self._written = True
 
     def process_env(self, env: ExecEnv) -> None:
         """The simulator has sites of its own, which permit what this job names: whoever runs it wrote it."""
         if isinstance(env, SimEnv):
+            refuse_few(env, self.min_clients)
             permit_in(Path(env.workspace_root) / self.name, code_paths(self.setup.config))
 
 
 _TASKS = [parts.HELLO, parts.WORK]
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that NVFlare has for no job."""
+    try:
+        check_job_name(f"name={name!r}", name)
+    except ValueError as error:
+        raise ConfigError(f"{error}; give the job another name") from None
+
+
+def refuse_few(env: SimEnv, wanted: int) -> None:
+    """Refuse a simulator in which a run would wait for ever."""
+    if env.num_clients < wanted:
+        raise ConfigError(
+            f"the simulator has num_clients={env.num_clients}, and the run waits for {wanted}; give it as many"
+        )
 
 
 def _carrier(transport: str | None, setup: Setup, script: str | None) -> str:
@@ -206,8 +245,8 @@ def _shaped(
         "std": federation.std,
     }
     clients = len(federation.training_clients)
-    if sites and len(sites) != clients:
-        raise ConfigError(f"sites= names {len(sites)} sites, the data are of {clients} clients; name as many")
+    if sites and len(set(sites)) != clients:
+        raise ConfigError(f"sites= names {len(set(sites))} sites, the data are of {clients} clients; name as many")
     found = replace(setup, sites=sites or usual_sites(clients), task=task.name, **{**known, **given})
     found.method  # noqa: B018
     return found
@@ -244,21 +283,3 @@ def _executor(setup: Setup, script: str | None, args: str, external: bool) -> No
         server_expected_format=ExchangeFormat.PYTORCH,
         params_transfer_type=TransferType.FULL,
     )
-
-
-def code_paths(config: RunConfig) -> list[str]:
-    """The code that a config names, as a site's class_allow_list has it."""
-    model = parse_term(config.model, "model", "resnet20(shortcut=B)").name
-    return [dotted(name) for name in (*(name for name in (model, config.data.name) if is_code(name)), *config.use)]
-
-
-def permit_in(workspace: Path, code: Sequence[str]) -> None:
-    """Let the sites of a simulator's workspace build our components, and run this code, unless it has its own list."""
-    local = workspace / "local"
-    files = [local / name for name in ("resources.json", "resources.json.default")]
-    target = next((path for path in files if path.exists()), files[1])
-    resources: dict[str, Any] = json.loads(target.read_text()) if target.exists() else {"format_version": 2}
-    listed = resources.get(CLASS_ALLOW_LIST, list(DEFAULT_CLASS_ALLOW_LIST))
-    missing = [path for path in (ALLOWED, *code) if path not in listed and "*" not in listed]
-    local.mkdir(parents=True, exist_ok=True)
-    write_json(target, {**resources, CLASS_ALLOW_LIST: [*listed, *missing]})

@@ -15,6 +15,7 @@ sees them.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +66,9 @@ def join(
     kept, below the site's workspace unless it is absolute.
     """
     flare.init()
+    if not log.isEnabledFor(logging.INFO):  # a process of the script's own, whose output NVFlare has in the site's log
+        log.setLevel(logging.INFO)
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
     client = Client(model, loader, test_loader, num_examples, task, state_dir)
     client.begin()
     return client

@@ -84,6 +84,7 @@ class Job:
             raise ConfigError(f"the job of round {self.round} was not trained; do it inside `with job.training():`")
         if self.sent:
             raise ConfigError(f"the job of round {self.round} was sent already; send each once")
+        _refuse_without_rules(rules, self.agreed.method.name)
         seen = [float(each) for each in (rules.losses if losses is None else losses)]
         if not seen:
             raise ConfigError(
@@ -113,6 +114,17 @@ def refuse_beyond_scripts(method: Method) -> None:
             why = "keeps or shares what the optimizer remembers"
         if why:
             raise ConfigError(f"'{method.name}' cannot be a script's: it {why}; give data= in place of train_script=")
+
+
+def _refuse_without_rules(rules: LocalRules, method: str) -> None:
+    """Refuse work that a method's rules had no part in: it would be another method's."""
+    if rules.rule.losses and not rules.losses:
+        raise ConfigError(f"'{method}' adds to the loss, and was shown none; train with rules.loss(loss)")
+    if (rules.rule.grads or rules.factors or rules.keyed) and not rules.steps:
+        raise ConfigError(
+            f"'{method}' has a part in every step, and saw none; train inside job.training(optimizer), "
+            "or step by rules.step(optimizer)"
+        )
 
 
 def trains(phase: Phase) -> bool:

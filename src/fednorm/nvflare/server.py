@@ -67,8 +67,12 @@ class NormController(Controller):
     def _gather(self, course: Course, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Ask all sites of the job for a hello, and begin once all have said it that are needed and here."""
         wanted = max(self.min_clients, len(course.setup.sites))
+        told: set[str] = set()
         while not abort_signal.triggered:
             here = {client.name for client in cast(Any, fl_ctx.get_engine()).get_clients()}
+            if len(here) < wanted and here != told:
+                told = here
+                course.say(f"waits for {wanted} sites; here are {', '.join(sorted(here)) or 'none'}")
             for site in sorted(here - course.greeted):
                 self._ask(site, parts.HELLO, parts.question, fl_ctx)
             for site, message in self._arrived(parts.HELLO):

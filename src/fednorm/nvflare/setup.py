@@ -25,7 +25,7 @@ from fednorm.engines.machine import find_device
 from fednorm.errors import CheckpointError, ConfigError, FednormError
 from fednorm.halves.terms import refuse_needs
 from fednorm.models.calling import refuse_given
-from fednorm.running.config import RunConfig, from_dict, to_dict
+from fednorm.running.config import RunConfig, from_dict, to_dict, updated
 from fednorm.running.extensions import with_extensions
 from fednorm.running.initial import read_start
 from fednorm.running.on_clock import resolved
@@ -66,7 +66,7 @@ class Setup:
     def to_json(self) -> dict[str, Any]:
         """As the arguments of a component."""
         lists = {name: list(getattr(self, name)) for name in _LISTS}
-        return {**asdict(self), "config": to_dict(self.config), **lists}
+        return {**asdict(self), "config": to_dict(_with_digest(self.config, in_groups)), **lists}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Setup:
@@ -75,8 +75,11 @@ class Setup:
         for name in said:
             if name not in known:
                 raise ConfigError(f"the job's setup has '{name}', which this fednorm does not know; install the same")
+        if not isinstance(said.get("config"), Mapping):
+            raise ConfigError("the job's setup has no config of a run; write it anew")
         lists = {name: tuple(said.get(name, ())) for name in _LISTS}
-        return cls(**{**said, "config": from_dict(said["config"]), **lists})
+        config = _with_digest(from_dict(said["config"]), lambda groups: groups.replace(" ", ""))
+        return cls(**{**said, "config": config, **lists})
 
     @property
     def method(self) -> Method:
@@ -147,13 +150,14 @@ class Setup:
                 permit(dotted(self.data_code))
             train, test = _called(self.data_code, site)
             return OwnData(train, test, task=self.plain_task())
+        task, federation = self.everybodys_data()
+        return OwnData.of(federation, _number_of(site, self.sites, federation), task)
+
+    def everybodys_data(self) -> tuple[AnyTask, Federation]:
+        """Task and data of a run whose data all can read."""
         task, federation = settle_task(self.task, build_federation(self.config), self.device)
-        federation.in_memory("a site of NVFlare")
-        number = _number_of(site, self.sites, federation)
-        rows, tests = federation.clients[number], federation.own_test[number]
-        test = (federation.test_x[tests], federation.test_y[tests]) if len(tests) else None
-        train = federation.x[rows], federation.y[rows]
-        return OwnData(train, test, task=task, mean=federation.mean, std=federation.std)
+        federation.in_memory("NVFlare")
+        return task, federation
 
     def plain_task(self) -> AnyTask:
         """The task by its name alone, for who has no data: weights by class are in the sums that clients send."""
@@ -169,6 +173,27 @@ class OwnData:
     task: AnyTask
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, federation: Federation, client: int, task: AnyTask) -> OwnData:
+        """A client's part of a federation."""
+        rows, tests = federation.clients[client], federation.own_test[client]
+        test = (federation.test_x[tests], federation.test_y[tests]) if len(tests) else None
+        return cls((federation.x[rows], federation.y[rows]), test, task=task, mean=federation.mean, std=federation.std)
+
+
+def in_groups(digest: str) -> str:
+    """A digest in groups of eight: NVFlare takes a longer row of hex digits in a job for a password, and warns.
+
+    >>> in_groups("0123456789abcdef")
+    '01234567 89abcdef'
+    """
+    return " ".join(digest[start : start + 8] for start in range(0, len(digest), 8))
+
+
+def _with_digest(config: RunConfig, change: Callable[[str], str]) -> RunConfig:
+    digest = config.data.digest
+    return config if digest is None else updated(config, {"data.digest": change(digest)})
 
 
 def is_code(name: str) -> bool:

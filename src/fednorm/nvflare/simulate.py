@@ -25,7 +25,8 @@ from fednorm.files import read_json
 from fednorm.halves.wire_files import load, load_mine
 from fednorm.nvflare.keeping import server_file, site_file, state_root
 from fednorm.nvflare.ledger import ABOUT, FAILURE, RESULTS
-from fednorm.nvflare.recipe import Recipe, code_paths, permit_in
+from fednorm.nvflare.permission import code_paths, permit_in
+from fednorm.nvflare.recipe import Recipe
 from fednorm.nvflare.setup import Setup
 from fednorm.running.api import save_model
 from fednorm.running.config import RunConfig, to_dict
@@ -35,6 +36,7 @@ from fednorm.running.plan import Plan
 from fednorm.running.records import OnRow, RoundRow, RunId, read_result, read_row
 from fednorm.running.result_file import write_result
 from fednorm.running.results import Result
+from fednorm.running.stopping import Interrupted, orderly_stop
 from fednorm.running.store import Store
 from fednorm.running.tensor_files import load_tree
 
@@ -110,9 +112,12 @@ def _play(recipe: Recipe, workspace: Path, threads: int | None, on_row: OnRow | 
     ):
         try:
             watch = _Watch(recipe.setup, workspace / "ws", on_row)
-            while process.poll() is None:
-                watch.look()
-                time.sleep(_LOOK)
+            with orderly_stop() as signal_that_came:
+                while process.poll() is None:
+                    if number := signal_that_came():
+                        raise Interrupted(number)
+                    watch.look()
+                    time.sleep(_LOOK)
             watch.look()
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)

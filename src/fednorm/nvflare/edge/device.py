@@ -9,7 +9,6 @@ again it goes on: what it keeps is in a file, and whatever it had not reported i
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -33,6 +32,7 @@ from nvflare.edge.web.models.user_info import UserInfo
 from fednorm import __version__
 from fednorm.errors import FednormError, QuorumError
 from fednorm.nvflare.edge.processor import NormTaskProcessor, device_number
+from fednorm.nvflare.personal import read_setup
 
 log = logging.getLogger("fednorm.device")
 _OVER = (EdgeApiStatus.NO_JOB, EdgeApiStatus.DONE)
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        processor = NormTaskProcessor(json.loads(args.run.read_text(encoding="utf-8")))
+        processor = NormTaskProcessor(read_setup(args.run).to_json())
         HttpDevice(args.endpoint, args.id, processor, patience=args.patience).take_part(args.job)
     except FednormError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -28,10 +28,8 @@ from fednorm.halves.messages import Message, Request, Update, Welcome
 from fednorm.nvflare.edge.packing import encode, from_text, to_text
 from fednorm.nvflare.edge.post import Job
 from fednorm.nvflare.member import Member
-from fednorm.nvflare.recipe import code_paths
+from fednorm.nvflare.permission import code_paths
 from fednorm.nvflare.setup import OwnData, Permit, Setup
-from fednorm.running.plan import build_federation
-from fednorm.running.tasks import settle_task
 
 _AT_WORK = threading.Lock()
 """Models draw from torch's one generator when they are built, and some when they train; simulated devices are threads
@@ -75,7 +73,7 @@ class NormTaskProcessor(DeviceTaskProcessor):
     def permitted(self, permit: Permit) -> None:
         """Refuse code that the job names, unless the leaf whose process this is lets it run."""
         setup = Setup.from_json(self.run)
-        for path in (*setup.config.use, *code_paths(setup.config)):
+        for path in code_paths(setup.config):
             permit(path)
 
     def own_data(self, number: int) -> OwnData:
@@ -90,10 +88,7 @@ class NormTaskProcessor(DeviceTaskProcessor):
                 f"device {number} has no part of '{federation.name}', which is dealt to {len(clients)} devices; "
                 "number devices from 0, or give a larger data.clients"
             )
-        rows, tests = federation.clients[clients[number]], federation.own_test[clients[number]]
-        test = (federation.test_x[tests], federation.test_y[tests]) if len(tests) else None
-        train = federation.x[rows], federation.y[rows]
-        return OwnData(train, test, task=task, mean=federation.mean, std=federation.std)
+        return OwnData.of(federation, clients[number], task)
 
     def setup(self, job: JobResponse) -> None:
         """Nothing is made ready: it is called before every task, and a task says all there is to know."""
@@ -146,6 +141,4 @@ def _read(run: str) -> tuple[AnyTask, Federation]:
     """Task and data of a run, read once for all devices of a process."""
     setup = Setup.from_json(json.loads(run))
     setup.load_extensions()
-    task, federation = settle_task(setup.task, build_federation(setup.config), setup.device)
-    federation.in_memory("a device")
-    return task, federation
+    return setup.everybodys_data()

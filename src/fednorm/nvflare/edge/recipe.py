@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.filter import Filter
 from nvflare.edge.tools.edge_job import EdgeJob
 from nvflare.edge.widgets.etr import EdgeTaskReceiver
 from nvflare.recipe.sim_env import SimEnv
@@ -19,7 +20,8 @@ from fednorm.nvflare.edge.jobs import Pace
 from fednorm.nvflare.edge.leaf import DeviceRunner, NormEdgeExecutor
 from fednorm.nvflare.edge.processor import NormTaskProcessor, device_name
 from fednorm.nvflare.edge.server import NormAssessor, NormModelManager
-from fednorm.nvflare.recipe import Recipe, code_paths, permit_in
+from fednorm.nvflare.permission import code_paths, permit_in
+from fednorm.nvflare.recipe import Recipe, check_name, refuse_few
 from fednorm.nvflare.setup import usual_sites
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.on_clock import names_strategy
@@ -64,6 +66,7 @@ class EdgeRecipe(FlareRecipe):
         config: RunConfig | None = None,
         **settings: Any,
     ) -> None:
+        check_name(name)
         self.leaves = usual_sites(leaves) if isinstance(leaves, int) else tuple(leaves)
         self.devices = len(self.leaves) * devices_per_leaf + real_devices
         if self.devices < 1:
@@ -99,6 +102,12 @@ class EdgeRecipe(FlareRecipe):
             job.to_clients(DeviceRunner(of_leaf, num_devices=devices_per_leaf, num_workers=1), id="tpo_runner")
         super().__init__(job)
 
+    def add_client_input_filter(self, filter: Filter, *options: Any, **more: Any) -> None:
+        """Refused: what devices are sent goes by messages that NVFlare shows to no filter."""
+        raise ConfigError(f"{type(filter).__name__} would never be called: NVFlare's filters do not see devices")
+
+    add_client_output_filter = add_client_input_filter
+
     def device_file(self, path: str | Path) -> Path:
         """Write what a device of its own must know of the run, for `python -m fednorm.nvflare.edge.device --run`."""
         write_json(Path(path), self.setup.to_json())
@@ -111,4 +120,5 @@ class EdgeRecipe(FlareRecipe):
     def process_env(self, env: ExecEnv) -> None:
         """The simulator has sites of its own, which permit what this job names: whoever runs it wrote it."""
         if isinstance(env, SimEnv):
+            refuse_few(env, len(self.leaves))
             permit_in(Path(env.workspace_root) / self.name, [*EDGE, self._brings, *code_paths(self.setup.config)])
