@@ -12,21 +12,26 @@ from torch import Tensor
 import tiny
 from fednorm.core.method import Facts, Method
 from fednorm.core.probe import Probe
-from fednorm.core.state import Tree
+from fednorm.core.reductions import weighted_sum
+from fednorm.core.state import Kind, Tree
 from fednorm.data.federation import Federation
+from fednorm.engines.receiving import flaws_of_outcomes
 from fednorm.engines.stack import phase_program
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.slot import StackSlot
 from fednorm.errors import QuorumError
 from fednorm.methods import parse
+from fednorm.pieces.changes import merge_by
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
+from fednorm.running.store import Store
 from test_stacked import assert_same_clients, gap
 from trained_how import Used, count_training
 
 EQUAL, UNEQUAL = tiny.federation((8, 8, 8)), tiny.federation((7, 14, 11, 3))
 EPOCHS = {"train__local_steps": None, "train__local_epochs": 2}
 METHODS = ("fedavg", "fedbn", "silobn(report=true)", "fixbn", "fedadam", "local-momentum", "gn", "fedprox", "hbn")
+QUORUM = {"engine__quorum": 0.5}
 BOTH = pytest.mark.parametrize("kind", ["equal", "unequal"])
 
 
@@ -54,6 +59,15 @@ def both(method: str | Method, **others: Any) -> tuple[Run, Run]:
     return reference, stacked
 
 
+def merged_on_the_host(plan: Plan) -> Run:
+    """The run of a plan whose merges cannot be programs."""
+    run = Run(plan, Store())
+    assert isinstance(run.server.held, StackSlot)
+    run.server.held.stack.unjudged.update(phase.id for phase in plan.phases)
+    list(run.rounds())
+    return run
+
+
 def assert_same(reference: Run, stacked: Run) -> None:
     assert gap(reference, stacked) < 1e-10
     assert_same_clients(reference, stacked)
@@ -66,10 +80,12 @@ def assert_same(reference: Run, stacked: Run) -> None:
 @BOTH
 @pytest.mark.parametrize("method", METHODS)
 def test_rounds_with_a_quorum_are_trained_by_programs(method: str, kind: str, used: Used) -> None:
-    reference, stacked = both(method, **changes(kind, engine__quorum=0.5))
+    reference, stacked = both(method, **changes(kind, **QUORUM))
     assert_same(reference, stacked)
-    exchanges = sum(len(reference.plan.method.stages[row["stage"]]) for row in reference.store.rows())
-    assert used["programs"] >= exchanges
+    assert used["programs"] == used["merged there"] >= len(list(reference.store.rows()))
+    assert not used["step by step"]
+    used.clear()
+    assert_same(reference, merged_on_the_host(tiny.plan(method, engine__name="stacked", **changes(kind, **QUORUM))))
     assert used.keys() == {"programs"}
 
 
@@ -78,7 +94,7 @@ def test_filters_that_lie_as_kernels_read_them_are_handed_out_too(used: Used) ->
     reference = tiny.play(tiny.plan("fedbn", **own))
     plan = tiny.plan("fedbn", engine__name="stacked", **own)
     assert use_kernels(plan.prepared.model)
-    assert_same(reference, tiny.play(plan))
+    assert_same(reference, merged_on_the_host(plan))
     assert used == {"programs": 4}
 
 
@@ -111,27 +127,26 @@ def test_below_the_quorum_a_run_ends_after_its_retries(used: Used) -> None:
     assert used == {"programs": 1, "step by step": 2}  # one client alone is a shape that comes too seldom
 
 
-def flaky(calls: set[int]) -> Method:
-    """FedBN with a measure that is no number when it is taken for these times, counted from 0."""
-    taken = [0]
-
-    def measure(end: Tree, start: Tree, facts: Facts) -> Tensor:
-        taken[0] += 1
-        return torch.tensor(float("nan") if taken[0] - 1 in calls else 1.0)
-
-    return parse("fedbn").map_phases(lambda phase: replace(phase, measures={"length": measure}))
-
-
-def test_an_attempt_that_succeeds_goes_on_with_what_the_others_did(used: Used) -> None:
+@pytest.mark.parametrize("name", ["sequential", "stacked"])
+def test_an_attempt_that_succeeds_goes_on_with_what_the_others_did(
+    name: str, used: Used, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Client 1 cannot be used in the first attempts of two rounds."""
     own = changes("equal", engine__quorum=1.0, engine__retries=1)
-    plain, _ = both("fedbn", **own)
-    reference, stacked = (
-        tiny.play(tiny.plan(flaky({1, 5}), engine__name=name, **own)) for name in ("sequential", "stacked")
-    )
-    assert_same(reference, stacked)
-    assert gap(plain, stacked) < 1e-10
-    assert [row.get("retried") for row in stacked.store.rows()] == [1, 1, None, None]
-    assert used["programs"] == 8
+    plain = tiny.play(tiny.plan("fedbn", **own))
+    looks = [0]
+
+    def refused(*args: Any) -> dict[int, str]:
+        looks[0] += 1
+        return {1: "it was disturbed"} if looks[0] in (1, 3) else flaws_of_outcomes(*args)
+
+    monkeypatch.setattr("fednorm.engines.base.flaws_of_outcomes", refused)
+    plan = tiny.plan("fedbn", engine__name=name, **own)
+    run = tiny.play(plan) if name == "sequential" else merged_on_the_host(plan)
+    assert_same_clients(plain, run)
+    assert gap(plain, run) < 1e-10
+    assert [row.get("retried") for row in run.store.rows()] == [1, 1, None, None]
+    assert used == ({"programs": 4, "step by step": 2} if name == "stacked" else {})
 
 
 def test_a_cohort_that_fails_as_a_whole_is_trained_client_by_client(used: Used) -> None:
@@ -149,7 +164,7 @@ def test_a_cohort_that_fails_as_a_whole_is_trained_client_by_client(used: Used) 
         return parse("fedavg").map_phases(lambda phase: replace(phase, measures={"length": measure}))
 
     own = changes("equal", engine__quorum=0.5)
-    stacked = tiny.play(tiny.plan(clumsy(), engine__name="stacked", **own))
+    stacked = merged_on_the_host(tiny.plan(clumsy(), engine__name="stacked", **own))
     first, *others = stacked.store.rows()
     assert list(first["refused"]) == ["1"]
     assert "a ruler broke" in first["refused"]["1"]
@@ -224,6 +239,20 @@ def test_what_cannot_be_a_program_is_stacked_step_by_step(
     assert line == f"stacked engine: {wanted}"
 
 
+def looked_at(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
+    """A mean that looks at values, which no program can."""
+    factor = 0.5 if float(next(iter(clients.values())).sum()) > 1e9 else 1.0
+    return {part: factor * weighted_sum(clients[part], weights).to(old[part].dtype) for part in old}, memory
+
+
+def test_a_merge_that_cannot_be_a_program_is_the_hosts(used: Used, capsys: pytest.CaptureFixture[str]) -> None:
+    method = merge_by(looked_at, Kind.WEIGHT)(parse("fedavg"))
+    assert_same(*both(method, **changes("equal", **QUORUM)))
+    assert used == {"programs": 4}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stacked engine: 'train' is merged on the host (")
+
+
 @pytest.mark.parametrize("quorum", [None, 0.5])
 @pytest.mark.parametrize("method", ["fedtan", "centralized", "union with a state of its own"])
 def test_what_has_no_program_or_no_row_is_played_as_before(method: str, quorum: float | None) -> None:
@@ -240,7 +269,8 @@ def test_a_run_with_a_quorum_goes_on_to_the_same_bits(method: str, kind: str, us
     first = tiny.play(tiny.plan(method, **own), rounds=3)
     second = tiny.play(first.plan, first.store)
     assert tiny.fingerprint(second) == tiny.fingerprint(whole)
-    assert used == {"programs": 12}
+    assert used["programs"] == 12
+    assert not used["step by step"]
 
 
 def test_sampled_cohorts_of_ever_new_shapes_go_on_to_the_same_bits(used: Used) -> None:

@@ -29,5 +29,6 @@ def count_training(put: Callable[[type, str, Any], object] = setattr) -> Used:
     count(PhaseProgram, "train", "programs")
     count(RaggedProgram, "train", "programs")
     count(PhaseProgram, "play", "merged there")
+    count(PhaseProgram, "merge", "merged there")
     count(StackTrainer, "_train_stack", "step by step")
     return used

@@ -114,7 +114,7 @@ class DeviceStack:
 
     def __init__(self, runs: Sequence[Sites], merges: bool = True) -> None:
         self.runs, self.sites = runs, runs[0]
-        self._merges = merges
+        self.merges = merges
         # Filters are best laid out as the stack's kernels read them.
         channels_last = any(isinstance(module, StackConv2d) for module in self.sites.prepared.model.modules())
         # What is trained lies together and comes first, entries of an odd size last: see `PhaseProgram`.
@@ -130,6 +130,8 @@ class DeviceStack:
         """phases that could not be made a program; their runs go the ordinary way"""
         self.unseen: set[PhaseId] = set()
         """phases that probes cannot look into while they are programs"""
+        self.unjudged: set[PhaseId] = set()
+        """phases that are trained by programs, but cannot be judged and merged by some"""
         self.ways = Ways(self.sites.prepared.model)
         self.most_at_once = len(runs)
         """runs whose exchange is one program; fewer where all of them did not fit into memory"""
@@ -271,6 +273,16 @@ class DeviceStack:
             raise
         return program
 
+    def judge(self, run: int, program: PhaseProgram, task: Assignment) -> LateReports:
+        """What clients report of an exchange that `train` has played, before it is merged."""
+        return LateReports(program, program.judge(), 0, task, self.runs[run])
+
+    def merge(self, run: int, program: PhaseProgram) -> None:
+        """Merge an exchange that `train` has played."""
+        self._make_room(program)
+        program.merge()
+        self._remembered[run] = self._remembered[run].union(program.remembered)
+
     def _ready(self, tasks: Mapping[int, Assignment], work: Work) -> tuple[Any, PhaseProgram, torch.Tensor]:
         """The program of an exchange, its key among all, and the message it is to be sent."""
         runs = sorted(tasks)
@@ -294,7 +306,7 @@ class DeviceStack:
     ) -> tuple[Any, AnyProgram]:
         """The program of work of this shape, and its key among all."""
         run, task = min(tasks.items())
-        memory, way = self._remembered[run] if self._merges else frozenset[str](), self.ways.of(task.phase)
+        memory, way = self._remembered[run] if self.merges else frozenset[str](), self.ways.of(task.phase)
         key = (kind, way, task.phase.id, len(tasks), len(task.clients), steps, size, memory)
         if key not in self._programs:
             self._programs[key] = kind(

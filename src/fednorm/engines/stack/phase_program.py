@@ -163,6 +163,17 @@ class PhaseProgram:
         self.train()
         self._run("merge", self._merge)
 
+    def merge(self) -> None:
+        """Merge what `train` left; reports go to the log."""
+        self._run("merge", self._merge)
+        self.turn += 1
+
+    def judge(self) -> int:
+        """Let what the merge would report of clients be known before it. Returns where the reports will be."""
+        self._run("judge", lambda state: ({}, {"log": self._merge(state)[1]["log"]}))
+        self._copied = None
+        return self.turn % self.log_rows
+
     def train(self, probes: Sequence[Probe] = ()) -> None:
         """Start and all local steps without the merge; probes look at each client's last step."""
         looks = [probe for probe in probes if probe.see is not None]

@@ -118,7 +118,7 @@ class StackSlot:
 
     def batch_key(self, task: Assignment) -> BatchKey | None:
         """What tasks must have in common to be one exchange; None for one that cannot be played on the device."""
-        if task.phase.id in self.stack.refused or not can_be_alone(task.phase, task.clients):
+        if task.phase.id in self.stack.refused:
             return None
         work = self.work(task)
         if not self.stack.pays(work):
@@ -203,12 +203,18 @@ def slot_of(order: Order) -> StackSlot | None:
     return held if isinstance(held, StackSlot) and not order.server.keeps_reported else None
 
 
+def may_stay(order: Order, slot: StackSlot) -> bool:
+    """Whether nobody but the device need look at an exchange before it is over."""
+    alone = slot.stack.merges and order.server.quorum is None and not order.probing
+    return alone and can_be_alone(order.exchange.phase, order.exchange.cohort)
+
+
 def exchange_on_device(stack: DeviceStack, orders: Sequence[Order]) -> dict[int, Played | FednormError]:
     """Play on the device what can stay there, exchanges of a kind together; by the number of the order."""
     groups: dict[BatchKey, list[_Turn]] = {}
     for number, order in enumerate(orders):
         slot = slot_of(order)
-        if slot is None or order.probing:
+        if slot is None or not may_stay(order, slot):
             continue
         task = slot.assignment(order)
         key = slot.batch_key(task)

@@ -64,7 +64,6 @@ class StackedEngine:
         self._trainers = {id(sites): StackTrainer(mine, sites, precision) for sites, mine in each}
         self._runs = {id(sites): number for number, sites in enumerate(runs)}
         self._stack = DeviceStack(own, stays) if all(map(can_stay, runs)) else None
-        self._stays = stays
         if runs[0].device.type in DEVICES and runs[0].batches.pool.live:
             print("stacked engine: data are read as they are needed; clients are stacked step by step", file=sys.stderr)
         if self._stack and len(runs) > 1:
@@ -90,7 +89,7 @@ class StackedEngine:
 
     def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
         played: dict[int, Played | FednormError] = {}
-        if self._stack is not None and self._stays:
+        if self._stack is not None:
             played = exchange_on_device(self._stack, orders)
         for number, order in enumerate(orders):
             if number not in played:
