@@ -21,10 +21,12 @@ from fednorm.core.reductions import fold
 from fednorm.core.state import Kind, Tree
 from fednorm.data.federation import Federation
 from fednorm.engines.ranks import SpreadCohort, join
+from fednorm.engines.stack import slot
 from fednorm.errors import FednormError
 from fednorm.methods import parse
 from fednorm.pieces.changes import merge_by
 from fednorm.running.api import run
+from trained_how import count_training
 
 SIZES = (7, 14, 9, 3, 8)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,11 +45,20 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "without-one": ("fedavg", {"engine__quorum": 0.5}),
 }
 """Method and settings by name of the folder."""
+STACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "stacked": ("fedavg", {}),
+    "stacked-own-state": ("fedbn", {"train__local_steps": None, "train__local_epochs": 1}),
+    "stacked-sampled": ("fedbn+local-momentum", {"clients_per_round": 3}),
+    "stacked-reported": ("silobn(report=true)", {"eval__probes": ("grad-norm", "client-spread")}),
+    "stacked-server-optimizer": ("fedadam", {}),
+    "stacked-without-one": ("local-momentum", {"engine__quorum": 0.5}),
+}
+"""The same of runs whose ranks train by the programs of a GPU, here on the CPU."""
 
 
-def federation(spoilt: int | None = None) -> Federation:
+def federation(spoilt: int | None = None, sizes: tuple[int, ...] = SIZES) -> Federation:
     """Five clients; the data of one may be spoilt, so that its update cannot be used."""
-    data = tiny.federation(SIZES)
+    data = tiny.federation(sizes)
     if spoilt is None:
         return data
     x = data.x.clone()
@@ -55,12 +66,25 @@ def federation(spoilt: int | None = None) -> Federation:
     return replace(data, x=x)
 
 
-def play(name: str, folder: Path) -> None:
+def play(name: str, folder: Path, **others: Any) -> None:
     """Play one of the runs."""
-    method, changes = RUNS[name]
-    data = federation(spoilt=1 if name == "without-one" else None)
-    changes = {"train__dtype": "float32" if name == "plain" else "float64", **changes}
+    method, changes = {**RUNS, **STACKED}[name]
+    sizes = SIZES if name in RUNS or name == "stacked-own-state" else (8,) * len(SIZES)
+    data = federation(1 if name.endswith("without-one") else None, sizes)
+    changes = {"train__dtype": "float32" if name == "plain" else "float64", **changes, **others}
     run(tiny.config(**changes), method=method, model=tiny.residual_net(), federation=data, out=folder)
+
+
+def play_stacked(root: Path) -> dict[str, dict[str, int]]:
+    """Play the runs of stacks; returns how often clients were trained by programs, and how often step by step."""
+    slot.DEVICES = {"cpu"}
+    trained = count_training()
+    told: dict[str, dict[str, int]] = {}
+    for name in STACKED:
+        trained.clear()
+        play(name, root / name, engine__name="stacked")
+        told[name] = dict(trained)
+    return told
 
 
 def median(old: Tree, clients: Tree, weights: Tensor, memory: Tree) -> tuple[Tree, Tree]:
@@ -120,7 +144,8 @@ def main(root: Path) -> None:
             failing(name)
         except FednormError as error:
             ends[name] = [error.exit_code, str(error)]
-    (root / f"rank{os.environ['RANK']}.json").write_text(json.dumps(ends))
+    told = {**ends, "trained": play_stacked(root)}
+    (root / f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

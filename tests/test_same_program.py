@@ -131,6 +131,10 @@ NUMBERS = {
     ],
     "freezing round": [{"method": f"fixbn(at={at})", "seed": int(4 * at)} for at in (0.25, 0.75, 0.75)],
     "rounds and scores": [{"rounds": 3, "eval__every": 1}, {"rounds": 5, "eval__probes": ("drift",), "seed": 1}],
+    "probes": [
+        {"eval__probes": probes, "eval__probe_every": 2, "seed": seed}
+        for seed, probes in enumerate([("drift",), ("grad-norm", "drift"), ("running-var", "client-spread")])
+    ],
     "cohort": [{"clients_per_round": 2, "seed": seed, "method": "fedbn"} for seed in SEEDS],
     "augmentation": [{"train__augment": "crop(1)+flip", "seed": seed} for seed in SEEDS],
 }

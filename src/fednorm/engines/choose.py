@@ -72,7 +72,7 @@ def make_engine(
 
 def _made(name: str, runs: Sequence[Sites], settings: Settings, cohort: int, stays: bool) -> Engine:
     if name == "stacked":
-        return StackedEngine(runs, precision=settings.precision, stays=stays and settings.quorum is None)
+        return StackedEngine(runs, precision=settings.precision, stays=stays)
     (sites,) = runs
     if name == "workers":
         return WorkersEngine(sites, count_processes(settings.workers, cohort))

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from importlib import import_module
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -280,6 +281,9 @@ def join(device: str) -> Alone:
     on_gpu = find_device(device).type == "cuda"
     if on_gpu:
         _take_gpu(device)
+    # Tracing imports it, and its functions keep the group of that moment for ever: gloo's threads would outlive Python,
+    # which ends the process with SIGABRT, and with it the other ranks. Before there is a group they keep none.
+    import_module("torch.distributed.nn.functional")
     try:
         distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:

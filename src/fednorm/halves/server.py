@@ -63,7 +63,7 @@ class Server:
         self.held = held or Held(agreed.initial())
         self.reported: dict[int, Tree] = {}
         """the last entries of each client that are reported and not merged, unless they are kept elsewhere"""
-        self._keep_reported = keep_reported
+        self.keeps_reported = keep_reported
         self.terms = terms
         self.sizes = sizes
         self.names: Sequence[str] = ()
@@ -196,7 +196,7 @@ class Server:
             phase.phase, self.held.tree, updates, phase.schema, self.held.memory, reports, stacks
         )
         for update in updates:
-            if update.reported and self._keep_reported:
+            if update.reported and self.keeps_reported:
                 self.reported[update.client] = update.reported
 
     # -- note --

@@ -14,17 +14,21 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from fednorm.core.phases import PhaseId
+from fednorm.core.probe import Probe
 from fednorm.core.state import Entry, Policy, Tree
 from fednorm.data.batches import Batches
 from fednorm.engines.base import MOST_AWAITED, stack_trees
+from fednorm.engines.stack.attributes import ChangesItself
 from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.late_reports import LateReports
 from fednorm.engines.stack.messages import Assignment, Member, Messages, message
-from fednorm.engines.stack.phase_program import PhaseProgram, named, unnamed
+from fednorm.engines.stack.phase_program import NotAProgram, PhaseProgram, named, unnamed
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
 from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix, aligned
 from fednorm.engines.stack.ways import Ways
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.schema import OWN
 from fednorm.halves.site import Sites
 
 AnyProgram = TypeVar("AnyProgram", bound=PhaseProgram)
@@ -48,23 +52,28 @@ class Work(NamedTuple):
 
 
 class DeviceStack:
-    """The state of some runs on the device, and the programs that move it."""
+    """The state of some runs on the device, and the programs that move it; `merges` says whether they merge it too."""
 
-    def __init__(self, runs: Sequence[Sites]) -> None:
+    def __init__(self, runs: Sequence[Sites], merges: bool = True) -> None:
         self.runs, self.sites = runs, runs[0]
+        self.merges = merges
         # Filters are best laid out as the stack's kernels read them.
         channels_last = any(isinstance(module, StackConv2d) for module in self.sites.prepared.model.modules())
         # What is trained lies together and comes first, entries of an odd size last: see `PhaseProgram`.
         servers = [sites.initial() for sites in runs]
         held = [entry for key, entry in entries_with(self.sites, *Policy).items() if key in servers[0]]
         held.sort(key=lambda entry: (not entry.trainable, entry.size % ALIGNMENT != 0))
-        self._local = entries_with(self.sites, Policy.LOCAL)
+        self._local = entries_with(self.sites, *OWN)
         self._layouts = {
             "server": RowMatrix({entry.key: entry for entry in held}, channels_last),
             "local": RowMatrix(self._local, channels_last),
         }
         self.refused: set[PhaseId] = set()
         """phases that could not be made a program; their runs go the ordinary way"""
+        self.unseen: set[PhaseId] = set()
+        """phases that probes cannot look into while they are programs"""
+        self.unjudged: set[PhaseId] = set()
+        """phases that are trained by programs, but cannot be judged and merged by some"""
         self.ways = Ways(self.sites.prepared.model)
         self.most_at_once = len(runs)
         """runs whose exchange is one program; fewer where all of them did not fit into memory"""
@@ -109,8 +118,8 @@ class DeviceStack:
 
     def load_server(self, run: int, tree: Tree) -> None:
         """Put another tree in the place of a run's server."""
-        for key, value in self.server(run).items():
-            value.copy_(tree[key])
+        place = self.server(run)
+        torch._foreach_copy_(list(place.values()), [tree[key] for key in place])  # pyright: ignore[reportPrivateImportUsage]
 
     def memory(self, run: int) -> Tree:
         """What merges remember of a run."""
@@ -139,13 +148,24 @@ class DeviceStack:
         trees = self._layouts["local"].unpack(flats)
         return [{key: value[row].contiguous() for key, value in trees.items()} for row in range(len(clients))]
 
-    def load_client(self, run: int, client: int, tree: Tree) -> None:
-        """Put a state in the place of a client's own."""
-        row = run * self.num_clients + client
-        flats = {name: flat[row : row + 1] for name, flat in unnamed("local", self._state).items()}
-        for key, value in self._layouts["local"].unpack(flats).items():
-            if key in tree:
-                value[0].copy_(tree[key])
+    def states(self, run: int, clients: Sequence[int]) -> list[Tree]:
+        """The own states of some clients where they lie."""
+        first = run * self.num_clients
+        flats = {name: flat[first : first + self.num_clients] for name, flat in unnamed("local", self._state).items()}
+        trees = self._layouts["local"].unpack(flats)
+        return [{key: value[client] for key, value in trees.items()} for client in clients]
+
+    def load_states(self, run: int, trees: Mapping[int, Tree]) -> None:
+        """Put states in the place of clients' own; an entry that a state does not have stays as it is."""
+        by_keys: dict[frozenset[str], list[int]] = {}
+        for client, tree in trees.items():
+            by_keys.setdefault(frozenset(self._local.keys() & tree.keys()), []).append(client)
+        places = self._layouts["local"].unpack(unnamed("local", self._state))
+        for keys, clients in by_keys.items():
+            rows = torch.tensor([run * self.num_clients + client for client in clients], device=self.sites.device)
+            for key in keys:
+                new = torch.stack([trees[client][key] for client in clients])
+                places[key].index_copy_(0, rows, new.to(self.sites.device))
 
     def pays(self, work: Work) -> bool:
         """Whether work of this shape is worth a program, which takes seconds to make.
@@ -156,6 +176,13 @@ class DeviceStack:
         self._asked[work] += 1
         shapes = [shape for shape in self._asked if shape.phase == work.phase]
         return shapes[0] == work or (self._asked[work] > OFTEN and shapes.index(work) < _MOST_SHAPES)
+
+    def has_another_way(self, phase: PreparedPhase, error: Exception) -> bool:
+        """Leave the way by which a phase could not be a program; where there is no other, it is refused from now on."""
+        if not isinstance(error, NotAProgram | ChangesItself) and self.ways.next(phase, error):
+            return True
+        self.refused.add(phase.id)
+        return False
 
     def shapes(self) -> list[list[Any]]:
         """The first shapes of each phase, the only ones that count, and how often they came."""
@@ -173,32 +200,55 @@ class DeviceStack:
             work = Work(PhaseId.parse(phase), clients, steps, size)
             self._asked[work] = max(self._asked[work], times)
 
-    def exchange(self, tasks: Mapping[int, Assignment], steps: int, size: int) -> dict[int, LateReports]:
-        """One exchange of some runs, whose clients all take this many steps on batches of this size."""
-        key, program = self._program(PhaseProgram, tasks, steps, size)
+    def exchange(self, tasks: Mapping[int, Assignment], work: Work) -> dict[int, LateReports]:
+        """One exchange of some runs with work of this shape."""
+        return self._play(*self._ready(tasks, work), tasks)
+
+    def train(self, run: int, task: Assignment, work: Work, probes: Sequence[Probe] = ()) -> PhaseProgram:
+        """An exchange of one run without its merge; the program that played it has what clients end with."""
+        key, program, flat = self._ready({run: task}, work)
+        try:
+            program.send(flat)
+            program.train(probes)
+        except BaseException:
+            del self._programs[key]
+            raise
+        return program
+
+    def judge(self, run: int, program: PhaseProgram, task: Assignment) -> LateReports:
+        """What clients report of an exchange that `train` has played, before it is merged."""
+        return LateReports(program, program.judge(), 0, task, self.runs[run])
+
+    def merge(self, run: int, program: PhaseProgram) -> None:
+        """Merge an exchange that `train` has played."""
+        self._make_room(program)
+        program.merge()
+        self._remembered[run] = self._remembered[run].union(program.remembered)
+
+    def _ready(self, tasks: Mapping[int, Assignment], work: Work) -> tuple[Any, PhaseProgram, torch.Tensor]:
+        """The program of an exchange, its key among all, and the message it is to be sent."""
         runs = sorted(tasks)
+        members = [self._members[run] for run in runs]
+        if work.steps is None:
+            (task,) = tasks.values()
+            steps = power_of_2(max(task.counts))  # so that there are few numbers of steps
+            own = list(zip(task.clients, task.firsts, task.counts, strict=True))
+            table = Table.of(members[0].batches, own, steps)
+            key, ragged = self._program(RaggedProgram, tasks, steps, table.rows.shape[-1])
+            ragged.launches = table.launches()
+            parts = message(members, [task], [(table.rows, table.keys, table.draws)])
+            return key, ragged, ragged.flat({**parts, **table.message(ragged.launches)})[0]
+        key, program = self._program(PhaseProgram, tasks, work.steps, work.size)
         by_runs = self._messages.setdefault(program, {})
         messages = by_runs.get(tuple(runs)) or by_runs.setdefault(tuple(runs), Messages())
-        flat = messages.next(program, [self._members[run] for run in runs], [tasks[run] for run in runs])
-        return self._play(key, program, flat, tasks)
-
-    def exchange_ragged(self, run: int, task: Assignment) -> dict[int, LateReports]:
-        """One exchange of a run whose clients have unequal work."""
-        member = self._members[run]
-        steps = power_of_2(max(task.counts))  # so that there are few numbers of steps
-        table = Table.of(member.batches, list(zip(task.clients, task.firsts, task.counts, strict=True)), steps)
-        key, program = self._program(RaggedProgram, {run: task}, steps, table.rows.shape[-1])
-        program.launches = table.launches()
-        parts = message([member], [task], [(table.rows, table.keys, table.draws)])
-        flat = program.flat({**parts, **table.message(program.launches)})
-        return self._play(key, program, flat[0], {run: task})
+        return key, program, messages.next(program, members, [tasks[run] for run in runs])
 
     def _program(
         self, kind: type[AnyProgram], tasks: Mapping[int, Assignment], steps: int, size: int
     ) -> tuple[Any, AnyProgram]:
         """The program of work of this shape, and its key among all."""
         run, task = min(tasks.items())
-        memory, way = self._remembered[run], self.ways.of(task.phase)
+        memory, way = self._remembered[run] if self.merges else frozenset[str](), self.ways.of(task.phase)
         key = (kind, way, task.phase.id, len(tasks), len(task.clients), steps, size, memory)
         if key not in self._programs:
             self._programs[key] = kind(

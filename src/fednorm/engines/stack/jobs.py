@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fednorm.core.probe import Probe
 from fednorm.core.state import Tree
 from fednorm.engines.base import pick, stack_trees
 from fednorm.engines.stack.attributes import ChangesItself
@@ -20,8 +21,7 @@ from fednorm.engines.stack.device_stack import DEVICES
 from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.messages import Drawn
-from fednorm.engines.stack.phase_program import NotAProgram, named, unnamed
-from fednorm.engines.stack.program import Rows
+from fednorm.engines.stack.phase_program import Moves, NotAProgram, named, unnamed
 from fednorm.engines.stack.ragged import RaggedProgram, Table
 from fednorm.engines.stack.row_matrix import Flats, RowMatrix, aligned
 from fednorm.engines.stack.timetable import Launch
@@ -57,7 +57,7 @@ class JobProgram(RaggedProgram):
         width = sum(entry.size for entry in entries)
         return torch.zeros(self.rows, width, dtype=entries[0].dtype, device=self.sites.device)
 
-    def _anchor(self, state: Tree) -> Flats | None:
+    def _anchor(self, state: Tree, probes: Sequence[Probe] = ()) -> Flats | None:
         return unnamed("anchor", state) or None
 
     def _calls(self, name: str) -> int:
@@ -74,33 +74,21 @@ class JobProgram(RaggedProgram):
             flat.copy_(self._own[f"params:{name}"])
         self._own["step"].zero_()
 
-    def ends(self) -> list[Tree]:
-        """What clients ended with, apart from what the next ones begin with."""
-        stack: Tree = {}
-        for part, layout in self._stacks.items():
-            stack |= layout.unpack(unnamed(part, self._own))
-        copied = {key: value.clone(memory_format=torch.contiguous_format) for key, value in stack.items()}
-        return [pick(copied, row) for row in range(self.rows)]
-
-    def losses(self) -> list[list[float]]:
-        """The losses of each client, step by step; behind its last one anything."""
-        return cast(list[list[float]], self._own["losses"].T.tolist())  # pyright: ignore[reportUnknownMemberType]
-
     def _play(self) -> None:
         for launch in self.launches:
             if launch.width == self.rows and not launch.fill and launch.size == self.batch_size:
                 self._run("step of everybody", self._everybody)
             else:
-                self._step_of(launch.width, launch.size)
+                self._step_of(launch.width, launch.size, ())
 
-    def _everybody(self, state: Tree) -> tuple[Tree, Rows]:
+    def _everybody(self, state: Tree) -> Moves:
         """A step of all clients in the order of the stack, so that nothing is taken out of it and put back."""
         at = state["entries"].index_select(0, state["step"] + torch.arange(self.rows, device=state["step"].device))
         batch = {
             name: state[name].flatten(0, 1).index_select(0, at) for name in ("batch_rows", "batch_keys", "batch_draws")
         }
-        new, loss = self._moved(state, batch, state["numbers"], self._anchor(state))
-        losses = state["losses"].flatten().index_copy(0, at, loss).view_as(state["losses"])
+        new, seen = self._moved(state, batch, state["numbers"], self._anchor(state))
+        losses = state["losses"].flatten().index_copy(0, at, seen.loss).view_as(state["losses"])
         return {"step": state["step"] + self.rows, "losses": losses, **new}, {}
 
 
@@ -162,7 +150,10 @@ class JobStacks:
         program.send(program.flat({**_message(numbers, drawn), **table.message(program.launches)})[0])
         program.begin([job.start for job in jobs])
         program.play()
-        ended = zip(jobs, program.ends(), program.losses(), strict=True)
+        # Apart from where the next ones begin.
+        ends = {key: value.clone(memory_format=torch.contiguous_format) for key, value in program.ends.items()}
+        rows = [pick(ends, row) for row in range(len(jobs))]
+        ended = zip(jobs, rows, program.losses.T.tolist(), strict=True)
         return [
             outcome(self.sites, phase, numbers, job, end, losses[: job.num_steps], None) for job, end, losses in ended
         ]

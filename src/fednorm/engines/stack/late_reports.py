@@ -10,9 +10,10 @@ from typing import Any
 from fednorm.core.report import LOSSES, Report
 from fednorm.engines.base import Awaited
 from fednorm.engines.stack.guard import NUM_MOVED, flaws_of_numbers, off_by_norms
+from fednorm.engines.stack.health import FINE, NOT_FINITE
 from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.messages import Assignment
-from fednorm.engines.stack.phase_program import FINE, NOT_FINITE, PhaseProgram
+from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.halves.site import Sites
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from math import prod
 
@@ -12,14 +13,16 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from fednorm.core.optim import Joined, buffer_key
+from fednorm.core.probe import Probe
 from fednorm.core.reductions import merging
 from fednorm.core.report import LOSSES, Reports
 from fednorm.core.state import Policy, Tree
-from fednorm.core.step import Batch, Carry, Step, training_mode
+from fednorm.core.step import Batch, Carry, Seen, Step, training_mode
 from fednorm.data.batches import Batches
 from fednorm.engines.stack.attributes import unchanged
 from fednorm.engines.stack.gather import Gather
 from fednorm.engines.stack.guard import NUM_MOVED, moved_norms
+from fednorm.engines.stack.health import health, signed
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.making_ready import making_ready
@@ -27,28 +30,22 @@ from fednorm.engines.stack.program import Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows
 from fednorm.engines.stack.slow_operators import slow_operators_named
 from fednorm.engines.stack.ways import Way
-from fednorm.halves.guard import cannot_be_negative
 from fednorm.halves.merging import merge_stack
 from fednorm.halves.prepared_phase import CARRIED, PreparedPhase, Source, source_of
 from fednorm.halves.site import Sites
 
-FINE, NOT_FINITE, NEGATIVE = 1.0, 0.0, -1.0
-"""What the log says of a client's numbers."""
 _BATCHES = ("batch_rows", "batch_keys", "batch_draws")
 """Parts of a message that are about batches, of which every exchange has its own."""
 MOST_IN_ONE = 2
 """Up to this many steps a round is one program; more would only make it long."""
 
 
+Moves = tuple[Tree, Rows]
+"""What a program's function returns: new values of some entries, and rows of others."""
+
+
 class NotAProgram(Exception):
     """A phase that is more than a function of tensors with a row each; it is played the ordinary way."""
-
-
-def _all_finite(rows: Tensor) -> Tensor:
-    """Whether all numbers of each row are: a sum is if its terms are, and is quicker where it cannot overflow."""
-    if rows.dtype is torch.float64:
-        return rows.isfinite().all(1)
-    return rows.sum(1, dtype=torch.float64).isfinite()
 
 
 def named(prefix: str, flats: Flats) -> Tree:
@@ -106,7 +103,7 @@ class PhaseProgram:
             self._stacks[part] = self._layout(part)
         for part, flats in self._start_flats(self._state).items():
             self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
-        self._own |= named("signed", self._signed())
+        self._own |= named("signed", signed(phase, self._stacks["state"], sites.device))
         self._gather = Gather(batches, layouts["server"].channels_last and way is Way.FUSED)
         self._programs: dict[str, Program] = {}
         self._graph_memory = torch.cuda.graph_pool_handle() if sites.device.type == "cuda" else None
@@ -164,10 +161,51 @@ class PhaseProgram:
         if self.steps <= MOST_IN_ONE:
             self._run("round", self._round)
             return
-        self._run("start", self._start)
-        for _ in range(self.steps):
-            self._run("step", self._step)
+        self.train()
         self._run("merge", self._merge)
+
+    def merge(self) -> None:
+        """Merge what `train` left; reports go to the log."""
+        self._run("merge", self._merge)
+        self.turn += 1
+
+    def judge(self) -> int:
+        """Let what the merge would report of clients be known before it. Returns where the reports will be."""
+        self._run("judge", lambda state: ({}, {"log": self._merge(state)[1]["log"]}))
+        self._copied = None
+        return self.turn % self.log_rows
+
+    def train(self, probes: Sequence[Probe] = ()) -> None:
+        """Start and all local steps without the merge; probes look at each client's last step."""
+        looks = [probe for probe in probes if probe.see is not None]
+        self._run("start", self._start)
+        for _ in range(self.steps - bool(looks)):
+            self._run("step", self._step)
+        if looks:  # taken seldom, so it is captured as it is: tracing it would take longer
+            self._run(*self._seen("step", self._step, looks), fused=False)
+
+    def _seen(self, name: str, step: Callable[..., Moves], probes: Sequence[Probe]) -> tuple[str, Callable[..., Moves]]:
+        """A step, given by name, as one that probes look at."""
+        looked = partial(step, probes=tuple(probes))
+        if any(f"probed:{probe.name}" not in self._own for probe in probes):
+            found = unnamed("probed", looked(self._state)[0])
+            self._own |= named("probed", {key: torch.zeros_like(value) for key, value in found.items()})
+        return f"{name} seen by {', '.join(probe.name for probe in probes)}", looked
+
+    @property
+    def ends(self) -> Tree:
+        """What clients end with, a row each, in place: the next exchange writes over it."""
+        return {key: v for part in CARRIED for key, v in self._stacks[part].unpack(unnamed(part, self._own)).items()}
+
+    @property
+    def losses(self) -> Tensor:
+        """Of each step of each client, (step, client), as `ends` is."""
+        return self._own["losses"]
+
+    @property
+    def probed(self) -> Tree:
+        """What probes saw of each client's last step, as `ends` is."""
+        return unnamed("probed", self._own)
 
     def log(self) -> LogCopy:
         """What clients reported up to now, on its way to the host."""
@@ -179,7 +217,7 @@ class PhaseProgram:
         """What the merge will remember, with a row a run: found by trying it, since a first merge may begin to."""
         return unnamed("memory", {key: value for key, (_, value) in self._merge(self._state)[1].items()})
 
-    def _run(self, name: str, function: Callable[[Tree], tuple[Tree, Rows]], fused: bool = True) -> None:
+    def _run(self, name: str, function: Callable[[Tree], Moves], fused: bool = True) -> None:
         if name not in self._programs:
             fused = fused and self.way is not Way.PLAIN
             with making_ready(f"'{self.phase.phase.name}' {name}, {self.rows} clients, batches of {self.batch_size}"):
@@ -190,7 +228,7 @@ class PhaseProgram:
         """How often a program is called in a run."""
         return self.sites.work.rounds * (self.steps if name.startswith("step") else 1)
 
-    def _round(self, state: Tree) -> tuple[Tree, Rows]:
+    def _round(self, state: Tree) -> Moves:
         """All of it as one program, in which what is only handed on costs nothing."""
         for function in (self._start, *[self._step] * self.steps):
             new, rows = function(state)
@@ -258,24 +296,26 @@ class PhaseProgram:
         flats = {name: aligned_rows(flat, own) for name, flat in unnamed(prefix, state).items()}
         return self._layouts["server"].rows(flats)
 
-    def _start(self, state: Tree) -> tuple[Tree, Rows]:
+    def _start(self, state: Tree) -> Moves:
         new: Tree = {"step": torch.zeros_like(state["step"])}
         for part, flats in self._start_flats(state).items():
             new |= named(part, flats)
         return new, {}
 
-    def _step(self, state: Tree) -> tuple[Tree, Rows]:
+    def _step(self, state: Tree, probes: tuple[Probe, ...] = ()) -> Moves:
         at = state["step"]
         batch = {name: state[name].index_select(0, at)[0] for name in _BATCHES}
-        new, loss = self._moved(state, batch, state["numbers"], self._anchor(state))
-        return {"step": at + 1, **new}, {"losses": (at, loss.unsqueeze(0))}
+        new, seen = self._moved(state, batch, state["numbers"], self._anchor(state, probes), probes)
+        return {"step": at + 1, **new, **named("probed", seen.probed)}, {"losses": (at, seen.loss.unsqueeze(0))}
 
-    def _anchor(self, state: Tree) -> Flats | None:
-        """The parameters that clients were sent, where a penalty term asks for them."""
-        return self._start_flats(state)["params"] if self._pass.rule.losses else None
+    def _anchor(self, state: Tree, probes: Sequence[Probe]) -> Flats | None:
+        """The parameters that clients were sent, where a penalty term or a probe may ask for them."""
+        return self._start_flats(state)["params"] if self._pass.rule.losses or probes else None
 
-    def _moved(self, state: Tree, batch: Tree, numbers: Tensor, anchor: Flats | None) -> tuple[Tree, Tensor]:
-        """The stacks of some clients, as rows of `state`, after a step on their batches, and their losses."""
+    def _moved(
+        self, state: Tree, batch: Tree, numbers: Tensor, anchor: Flats | None, probes: tuple[Probe, ...] = ()
+    ) -> tuple[Tree, Seen]:
+        """The stacks of some clients, as rows of `state`, after a step on their batches, and what it tells."""
         x, y = self._gather.gather(batch["batch_rows"], batch["batch_draws"])
         parts = {part: self._stacks[part].unpack(unnamed(part, state)) for part in CARRIED}
         # Layers move their statistics in place, here in copies that tracing takes out again.
@@ -288,25 +328,26 @@ class PhaseProgram:
             parts["params"] = {key: value.clone(memory_format=plain) for key, value in parts["params"].items()}
         model, hold = self.sites.prepared.model, self._pass.rule.hold
         with self.way.layers(model), training_mode(model, hold), unchanged(model), slow_operators_named(model):
-            after, seen = self._mapped_step()(Carry(**parts, anchor=begun), Batch(x, y, batch["batch_keys"]), own)
+            step = self._mapped_step(probes)
+            after, seen = step(Carry(**parts, anchor=begun), Batch(x, y, batch["batch_keys"]), own)
         new: Tree = {}
         for part in CARRIED:
             tree: Tree = getattr(after, part)
             if extra := tree.keys() - self._stacks[part].shapes.keys():
                 raise NotAProgram(f"its steps make new state ({', '.join(sorted(extra))})")
             new |= named(part, self._stacks[part].pack(tree))
-        return new, seen.loss.to(torch.float64)
+        return new, seen._replace(loss=seen.loss.to(torch.float64))
 
-    def _mapped_step(self) -> Step:
+    def _mapped_step(self, probes: tuple[Probe, ...]) -> Step:
         """The phase's step over the stack, with each client's own numbers."""
-        spec = self.sites.step_spec(self._pass, mapped=True)
+        spec = replace(self.sites.step_spec(self._pass, mapped=True), probes=probes)
         chosen = self.sites.optimizer
         if chosen.elementwise:
             spec = replace(spec, optimizer=Joined(on_stack(chosen), self._layouts["server"].channels_last))
         spec = replace(spec, differentiate=lambda f: grad_and_value(f, has_aux=True))
         return torch.vmap(self._pass.step(spec))
 
-    def _merge(self, state: Tree) -> tuple[Tree, Rows]:
+    def _merge(self, state: Tree) -> Moves:
         flats = {part: unnamed(part, state) for part in CARRIED}
         end = {key: v for part in CARRIED for key, v in self._stacks[part].rows(flats[part]).items()}
         losses = self._loss_summary(state)
@@ -324,8 +365,9 @@ class PhaseProgram:
 
         with merging(StackCohort()):
             merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
+        healthy = health(self.phase, flats, self._stacks, unnamed("signed", state))
         moved = moved_norms(flats, self._stacks, self.schema, server, self.runs)
-        report = torch.stack([*losses.values(), *scalars.values(), *moved, self._health(state, flats)])
+        report = torch.stack([*losses.values(), *scalars.values(), *moved, healthy])
         changed = {**named("server", self._layouts["server"].join_rows(merged)), **named("memory", remembered)}
         rows: Rows = {key: (state["runs"], value) for key, value in changed.items()}
         rows["log"] = state["slot"], report.unsqueeze(0)
@@ -347,42 +389,6 @@ class PhaseProgram:
             name: torch.vmap(lambda end, start, measure=measure: measure(end, start, facts))(end, start).double()
             for name, measure in self.phase.phase.measures.items()
         }
-
-    def _health(self, state: Tree, flats: dict[str, Flats]) -> Tensor:
-        """For each client FINE, or what is wrong with the numbers that it would send or keep."""
-        found = [_all_finite(flat) for flat in self._checked(flats)]
-        finite = torch.stack(found).all(0) if found else torch.ones_like(state["num_examples"], dtype=torch.bool)
-        health = torch.where(finite, FINE, NOT_FINITE)
-        signed = unnamed("signed", state)
-        least = [torch.where(mask, 0, flats["state"][name]).amin(1) >= 0 for name, mask in signed.items()]
-        if least:
-            health = torch.where(finite & ~torch.stack(least).all(0), NEGATIVE, health)
-        return health.to(torch.float64)
-
-    def _checked(self, flats: dict[str, Flats]) -> Iterator[Tensor]:
-        """Numbers that go to the server or stay with clients, as rows; what starts anew next time may be anything."""
-        counts = {*self.phase.shared, *self.phase.kept}
-        for part, each in flats.items():
-            for name, keys in self._stacks[part].keys.items():
-                if each[name].is_floating_point() and counts.issuperset(keys):
-                    yield each[name]
-                elif each[name].is_floating_point():
-                    rows = self._stacks[part].rows(each)
-                    yield from (rows[key] for key in keys if key in counts)
-
-    def _signed(self) -> Flats:
-        """For the numbers of each type that are not trained, whether they may be negative: variances may not."""
-        layout, checked = self._stacks["state"], {*self.phase.shared, *self.phase.kept}
-        masks = {}
-        for name, keys in layout.keys.items():
-            entries = [self.schema[key][0] for key in keys]
-            parts = [
-                torch.full((entry.size,), not (cannot_be_negative(entry) and entry.key in checked)) for entry in entries
-            ]
-            mask = torch.cat(parts).to(self.sites.device)
-            if not bool(mask.all()):
-                masks[name] = mask
-        return masks
 
     def _kept_rows(self, state: Tree, end: Tree) -> Rows:
         """What clients keep, as rows of the arena; entries that are not theirs in this phase stay."""

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fednorm.core.probe import Probe
 from fednorm.core.report import LOSSES
 from fednorm.core.state import Tree
 from fednorm.data.batches import Batches
 from fednorm.engines.stack.making_ready import making_ready
-from fednorm.engines.stack.phase_program import PhaseProgram
-from fednorm.engines.stack.program import Rows, put
+from fednorm.engines.stack.phase_program import Moves, PhaseProgram, named
+from fednorm.engines.stack.program import put
 from fednorm.engines.stack.row_matrix import aligned_rows
 from fednorm.engines.stack.timetable import Launch, timetable
 from fednorm.halves.prepared_phase import CARRIED
@@ -90,8 +91,8 @@ class RaggedProgram(PhaseProgram):
 
     launches: Sequence[Launch] = ()
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._times: Counter[str] = Counter()
 
     def _shapes(self, batches: Batches) -> dict[str, tuple[int, ...]]:
@@ -99,25 +100,33 @@ class RaggedProgram(PhaseProgram):
         return {**super()._shapes(batches), **own}
 
     def _play(self) -> None:
+        self.train()
+        self._run("merge", self._merge)
+
+    def train(self, probes: Sequence[Probe] = ()) -> None:
+        looks = [probe for probe in probes if probe.see is not None]
+        last = {client: number for launch in self.launches for number, client in launch.steps}
         self._run("start", self._start)
         kinds = len({(launch.width, launch.size) for launch in self.launches})
         what = f"'{self.phase.phase.name}', {kinds} kinds of steps of {self.rows} clients with unequal work"
         with making_ready(what) if self.turn == 0 else nullcontext():
             for launch in self.launches:
-                self._step_of(launch.width, launch.size)
-        self._run("merge", self._merge)
+                ends = any(number == last[client] for number, client in launch.steps)
+                self._step_of(launch.width, launch.size, looks if ends else ())
 
-    def _step_of(self, width: int, size: int) -> None:
+    def _step_of(self, width: int, size: int, probes: Sequence[Probe]) -> None:
         """A step with full batches, or of everybody, is most of the work; others are programs once they come often."""
         name, step = f"step of {width} on batches of {size}", partial(self._some, width, size)
-        main = size == self.batch_size or width == self.rows
+        main = not probes and (size == self.batch_size or width == self.rows)
+        if probes:
+            name, step = self._seen(name, step, probes)
         self._times[name] += 1
         if main or self._times[name] > OFTEN:
             self._run(name, step, fused=main)
         else:
             put(self._state, *step(self._state))
 
-    def _some(self, width: int, size: int, state: Tree) -> tuple[Tree, Rows]:
+    def _some(self, width: int, size: int, state: Tree, probes: tuple[Probe, ...] = ()) -> Moves:
         """A step of the next clients of the timetable, on batches of this size."""
         entry = state["entries"].index_select(0, state["step"] + torch.arange(width, device=state["step"].device))
         moves = entry >= 0
@@ -129,13 +138,18 @@ class RaggedProgram(PhaseProgram):
         batch |= {name: batch[name][:, :size] for name in ("batch_rows", "batch_draws")}
         own = tuple(f"{part}:" for part in CARRIED)
         old = {key: aligned_rows(value, who) for key, value in state.items() if key.startswith(own)}
-        start = self._anchor(state)
+        start = self._anchor(state, probes)
         anchor = None if start is None else {name: flat.index_select(0, who) for name, flat in start.items()}
-        new, loss = self._moved(old, batch, state["numbers"].index_select(1, who), anchor)
+        new, seen = self._moved(old, batch, state["numbers"].index_select(1, who), anchor, probes)
         losses = state["losses"].flatten()
-        loss = torch.where(moves, loss, losses.index_select(0, at))
+        loss = torch.where(moves, seen.loss, losses.index_select(0, at))
         rows = {key: (who, torch.where(moves.unsqueeze(1), value, old[key])) for key, value in new.items()}
-        return {"step": state["step"] + width, "losses": losses.index_copy(0, at, loss).view_as(state["losses"])}, rows
+        told = {"step": state["step"] + width, "losses": losses.index_copy(0, at, loss).view_as(state["losses"])}
+        for key, value in named("probed", seen.probed).items():
+            before = state.get(key, value.new_zeros(self.rows, *value.shape[1:]))
+            moved = torch.where(moves.view(-1, *[1] * (value.dim() - 1)), value, before.index_select(0, who))
+            told[key] = before.index_copy(0, who, moved)
+        return told, rows
 
     def _loss_summary(self, state: Tree) -> Tree:
         losses, counts = state["losses"], state["counts"]

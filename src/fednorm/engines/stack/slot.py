@@ -12,7 +12,6 @@ from fednorm.core.phases import PhaseId
 from fednorm.core.state import Policy, Tree
 from fednorm.data.batches import UNION
 from fednorm.engines.base import ClientStates, Order, Played, attempt
-from fednorm.engines.stack.attributes import ChangesItself
 from fednorm.engines.stack.device_stack import (
     DEVICES,
     MOST_LOCAL_BYTES,
@@ -22,7 +21,6 @@ from fednorm.engines.stack.device_stack import (
     entries_with,
 )
 from fednorm.engines.stack.messages import Assignment
-from fednorm.engines.stack.phase_program import NotAProgram
 from fednorm.errors import FednormError
 from fednorm.halves.exchange import Exchange
 from fednorm.halves.mine import ClientState
@@ -120,14 +118,14 @@ class StackSlot:
 
     def batch_key(self, task: Assignment) -> BatchKey | None:
         """What tasks must have in common to be one exchange; None for one that cannot be played on the device."""
-        if task.phase.id in self.stack.refused or not can_be_alone(task.phase, task.clients):
+        if task.phase.id in self.stack.refused:
             return None
-        work = self._work(task)
+        work = self.work(task)
         if not self.stack.pays(work):
             return None
         return BatchKey(work, self.stack.remembers(self.run), self.run if work.steps is None else None)
 
-    def _work(self, task: Assignment) -> Work:
+    def work(self, task: Assignment) -> Work:
         """The shape of a task; its work is equal where all take equally many steps, on batches of one size."""
         known = self._usual_of(task.exchange).work
         if known:
@@ -147,9 +145,23 @@ class StackSlot:
         """Bring the states of clients here that are newer in the store."""
         missing = [client for client in clients if client not in self._here and client != UNION]
         if missing and self.stack.holds_local:
-            for client, state in states.get_many(missing).items():
-                self.stack.load_client(self.run, client, state.tree)
+            self.stack.load_states(self.run, {c: state.tree for c, state in states.get_many(missing).items()})
         self._here.update(missing)
+
+    def states(self, store: ClientStates, clients: Sequence[int]) -> dict[int, ClientState]:
+        """The states of clients, where they lie on the device."""
+        self.fetch(store, clients)
+        stored = store.get_many([client for client in clients if client not in self.away])
+        used = {**self.away, **{client: state.steps for client, state in stored.items()}}
+        trees = self.stack.states(self.run, clients)
+        return {client: ClientState(used[client], tree) for client, tree in zip(clients, trees, strict=True)}
+
+    def keep(self, states: Mapping[int, ClientState], keys: Sequence[str]) -> None:
+        """Take over what clients keep after an exchange that was merged on the host: these of their entries."""
+        self.stack.load_states(self.run, {c: {key: s.tree[key] for key in keys} for c, s in states.items()})
+        for client, state in states.items():
+            self.away[client] = state.steps
+            self._kept.setdefault(client, set()).update(keys)
 
     def note(self, task: Assignment) -> None:
         """Remember what an exchange changed."""
@@ -185,12 +197,24 @@ class _Turn:
     task: Assignment
 
 
+def slot_of(order: Order) -> StackSlot | None:
+    """Where the state of an order's run lies on the device; not for a server that collects what clients report."""
+    held = order.server.held
+    return held if isinstance(held, StackSlot) and not order.server.keeps_reported else None
+
+
+def may_stay(order: Order, slot: StackSlot) -> bool:
+    """Whether nobody but the device need look at an exchange before it is over."""
+    alone = slot.stack.merges and order.server.quorum is None and not order.probing
+    return alone and can_be_alone(order.exchange.phase, order.exchange.cohort)
+
+
 def exchange_on_device(stack: DeviceStack, orders: Sequence[Order]) -> dict[int, Played | FednormError]:
     """Play on the device what can stay there, exchanges of a kind together; by the number of the order."""
     groups: dict[BatchKey, list[_Turn]] = {}
     for number, order in enumerate(orders):
-        slot = order.server.held
-        if not isinstance(slot, StackSlot) or order.probing:
+        slot = slot_of(order)
+        if slot is None or not may_stay(order, slot):
             continue
         task = slot.assignment(order)
         key = slot.batch_key(task)
@@ -223,11 +247,7 @@ def _exchange_at_once(stack: DeviceStack, turns: Sequence[_Turn], work: Work) ->
     for turn in turns:
         turn.slot.fetch(turn.order.states, turn.task.clients)
     try:
-        if work.steps is None:
-            (turn,) = turns
-            reports = stack.exchange_ragged(turn.slot.run, turn.task)
-        else:
-            reports = stack.exchange({turn.slot.run: turn.task for turn in turns}, work.steps, work.size)
+        reports = stack.exchange({turn.slot.run: turn.task for turn in turns}, work)
     except FednormError:
         raise
     except Exception as error:  # of tracing, compiling, capturing or the model; nothing lasting has changed yet
@@ -235,10 +255,7 @@ def _exchange_at_once(stack: DeviceStack, turns: Sequence[_Turn], work: Work) ->
         if isinstance(error, torch.OutOfMemoryError) and len(turns) > 1:
             stack.most_at_once = (len(turns) + 1) // 2
             return []
-        if not isinstance(error, NotAProgram | ChangesItself) and stack.ways.next(phase, error):
-            return []
-        stack.refused.add(phase.id)
-        return [None] * len(turns)
+        return [] if stack.has_another_way(phase, error) else [None] * len(turns)
     stack.ways.works(turns[0].task.phase)
     for turn in turns:
         turn.slot.note(turn.task)
@@ -257,7 +274,11 @@ def can_stay(sites: Sites) -> bool:
     return fits and sites.batches.pool.live is None
 
 
+def can_train_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
+    """Whether clients can train each for itself in a program, with state that has its row on the device."""
+    return not (len(phase.passes) > 1 or phase.phase.lockstep or (phase.kept and UNION in clients))
+
+
 def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
-    """Whether clients can work each for itself in a program, with state that has its row on the device."""
-    several = len(phase.passes) > 1 or any(each.rule.closings for each in phase.passes)
-    return not (several or phase.phase.lockstep or phase.reported or (phase.kept and UNION in clients))
+    """Whether all of an exchange can be a program: nothing is left to do between clients' steps and the merge."""
+    return can_train_alone(phase, clients) and not any(each.rule.closings for each in phase.passes)

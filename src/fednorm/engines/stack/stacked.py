@@ -33,7 +33,8 @@ from fednorm.engines.stack.jobs import JobStacks
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.kernels.swapped import restore
-from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device
+from fednorm.engines.stack.merged_outside import has_rows, play_from_slot
+from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device, slot_of
 from fednorm.engines.stack.slow_operators import slow_operators_named
 from fednorm.errors import ConfigError, FednormError, first_line
 from fednorm.halves.exchange import Held, Holder
@@ -65,8 +66,8 @@ class StackedEngine:
         self._trainers = {id(sites): StackTrainer(mine, sites, precision) for sites, mine in each}
         self._jobs = JobStacks(own[0])
         self._runs = {id(sites): number for number, sites in enumerate(runs)}
-        self._stack = DeviceStack(own) if stays and all(map(can_stay, runs)) else None
-        if stays and runs[0].device.type in DEVICES and runs[0].batches.pool.live:
+        self._stack = DeviceStack(own, stays) if all(map(can_stay, runs)) else None
+        if runs[0].device.type in DEVICES and runs[0].batches.pool.live:
             print("stacked engine: data are read as they are needed; clients are stacked step by step", file=sys.stderr)
         if self._stack and len(runs) > 1:
             print(f"stacked engine: {len(runs)} runs are the same program and share one stack", file=sys.stderr)
@@ -102,14 +103,14 @@ class StackedEngine:
         return [played[number] for number in range(len(orders))]
 
     def _play_plainly(self, order: Order) -> Played:
-        """An exchange that leaves the device: clients are stacked step by step, and merged on the host."""
-        held = order.server.held
-        if isinstance(held, StackSlot):
-            held.bring_home(order.states)
-        trainer = self._trainers[id(order.sites)]
+        """An exchange that is merged on the host, by whatever way its clients train."""
+        trainer, slot = self._trainers[id(order.sites)], slot_of(order)
+        if slot is not None and has_rows(order.exchange):
+            return play_from_slot(order, slot, trainer.train)
+        self.bring_home(order.states, order.server.held)
         done = play_plainly(order, trainer.train)
-        if isinstance(held, StackSlot) and order.exchange.keeps:
-            held.forget(order.exchange.cohort)
+        if isinstance(order.server.held, StackSlot) and order.exchange.keeps:
+            order.server.held.forget(order.exchange.cohort)
         return done
 
     def bring_home(self, states: ClientStates, held: Holder) -> None:
