@@ -188,8 +188,9 @@ class PhaseProgram:
         """A step, given by name, as one that probes look at."""
         looked = partial(step, probes=tuple(probes))
         if any(f"probed:{probe.name}" not in self._own for probe in probes):
-            found = unnamed("probed", looked(self._state)[0])
-            self._own |= named("probed", {key: torch.zeros_like(value) for key, value in found.items()})
+            found = named("probed", unnamed("probed", looked(self._state)[0]))
+            # Programs of other probes write into what is there already.
+            self._own = {**{key: torch.zeros_like(value) for key, value in found.items()}, **self._own}
         return f"{name} seen by {', '.join(probe.name for probe in probes)}", looked
 
     @property
