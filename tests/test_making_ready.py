@@ -23,7 +23,10 @@ def test_what_takes_long_is_told_while_it_lasts_and_afterwards(
     assert after.startswith("stacked engine: 'train' round, 5 clients, batches of 20 made ready in ")
 
 
-def test_what_is_soon_done_or_fails_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_soon_done_or_fails_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fednorm.engines.stack.making_ready.WORTH_A_LINE", 3.0)
     with making_ready("nothing"):
         pass
     with pytest.raises(ValueError, match="no"), making_ready("nothing"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -66,16 +67,22 @@ class StackedEngine:
         self._trainers = {id(sites): StackTrainer(mine, sites, precision) for sites, mine in each}
         self._jobs = JobStacks(own[0])
         self._runs = {id(sites): number for number, sites in enumerate(runs)}
-        self._stack = DeviceStack(own, stays) if all(map(can_stay, runs)) else None
+        self._own, self._stays = own, stays
+        self._can_stay = all(map(can_stay, runs))
         if runs[0].device.type in DEVICES and runs[0].batches.pool.live:
             print("stacked engine: data are read as they are needed; clients are stacked step by step", file=sys.stderr)
-        if self._stack and len(runs) > 1:
+        if self._can_stay and len(runs) > 1:
             print(f"stacked engine: {len(runs)} runs are the same program and share one stack", file=sys.stderr)
 
     @property
     def fell_back(self) -> str:
         """Why the model could not be mapped over clients, so that they train one after the other."""
         return next((trainer.fell_back for trainer in self._trainers.values() if trainer.fell_back), "")
+
+    @cached_property
+    def _stack(self) -> DeviceStack | None:
+        """Where runs lie that are held here; one on a clock is not."""
+        return DeviceStack(self._own, self._stays) if self._can_stay else None
 
     def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
         if self._stack is None:
