@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,8 +39,8 @@ def until(seconds: float, so: Callable[[], bool]) -> None:
 
 
 def test_a_signal_ends_all_processes_and_loses_nothing_that_was_merged(tmp_path: Path) -> None:
-    workspaces, state = tmp_path / "workspaces", tmp_path / "state"
-    workspaces.mkdir()
+    # Its name is short: NVFlare's processes have sockets there, whose paths may have 107 characters.
+    workspaces, state = Path(tempfile.mkdtemp()), tmp_path / "state"
     words = [str(EXAMPLES / "fedbn.toml"), "--quiet", "--run-id", "mine", "--state-dir", str(state)]
     words += ["--set", f"rounds={ROUNDS}", "--set", "data.train_limit=60", "--set", "eval.every=40"]
     command = [sys.executable, "-m", "fednorm", "nvflare", "run", *words, "--out", str(tmp_path / "first")]
