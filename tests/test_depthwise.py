@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 import tiny
-from fednorm.engines.stack.fusion import fuse, trace
+from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.kernels.layers import StackDepthwise2d, use_kernels
 from fednorm.engines.stack.slot import StackSlot
+from fednorm.engines.stack.tracing import trace
 from fednorm.engines.stack.ways import Way
 from fednorm.halves.prepared import prepare
 from fednorm.methods import parse

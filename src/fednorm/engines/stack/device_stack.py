@@ -23,9 +23,9 @@ from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.late_reports import LateReports
 from fednorm.engines.stack.messages import Assignment, Member, Messages, message
-from fednorm.engines.stack.phase_program import NotAProgram, PhaseProgram, named, unnamed
+from fednorm.engines.stack.phase_program import NotAProgram, PhaseProgram
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
-from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix, aligned
+from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix, aligned, named, unnamed
 from fednorm.engines.stack.ways import Ways
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.schema import OWN

@@ -21,9 +21,10 @@ from fednorm.engines.stack.device_stack import DEVICES
 from fednorm.engines.stack.kernels.layers import StackConv2d
 from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.messages import Drawn
-from fednorm.engines.stack.phase_program import Moves, NotAProgram, named, unnamed
+from fednorm.engines.stack.phase_program import NotAProgram
+from fednorm.engines.stack.program import Moves
 from fednorm.engines.stack.ragged import RaggedProgram, Table
-from fednorm.engines.stack.row_matrix import Flats, RowMatrix, aligned
+from fednorm.engines.stack.row_matrix import Flats, RowMatrix, aligned, named, unnamed
 from fednorm.engines.stack.timetable import Launch
 from fednorm.engines.stack.ways import Ways
 from fednorm.engines.tolerance import Train

@@ -26,8 +26,8 @@ from fednorm.engines.stack.health import health, signed
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.making_ready import making_ready
-from fednorm.engines.stack.program import Program, Rows
-from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows
+from fednorm.engines.stack.program import Moves, Program, Rows
+from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows, named, unnamed
 from fednorm.engines.stack.slow_operators import slow_operators_named
 from fednorm.engines.stack.ways import Way
 from fednorm.halves.merging import merge_stack
@@ -40,23 +40,8 @@ MOST_IN_ONE = 2
 """Up to this many steps a round is one program; more would only make it long."""
 
 
-Moves = tuple[Tree, Rows]
-"""What a program's function returns: new values of some entries, and rows of others."""
-
-
 class NotAProgram(Exception):
     """A phase that is more than a function of tensors with a row each; it is played the ordinary way."""
-
-
-def named(prefix: str, flats: Flats) -> Tree:
-    """Entries of a state that belong together."""
-    return {f"{prefix}:{name}": flat for name, flat in flats.items()}
-
-
-def unnamed(prefix: str, state: Tree) -> Flats:
-    """The entries that `named` gave this prefix."""
-    start = f"{prefix}:"
-    return {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
 
 
 class PhaseProgram:

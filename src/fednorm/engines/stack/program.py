@@ -26,6 +26,8 @@ _WARM_UP = 2  # torch's advice before a capture: libraries choose and allocate o
 
 Rows = dict[str, tuple[Tensor, Tensor]]
 """(index, values) of the rows to write into some large tensors."""
+Moves = tuple[Tree, Rows]
+"""What a program's function returns: new values of some entries, and rows of others."""
 
 
 class Program:
