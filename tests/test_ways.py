@@ -88,6 +88,59 @@ def test_a_view_of_activations_is_played_with_copies(
     assert line.endswith("); activations are copied into torch's layout behind each layer")
 
 
+class WritesThroughFlatten(nn.Module):
+    """A network that scales its activations through a flattened view of them."""
+
+    def __init__(self, how: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(1, 4, 3, padding=1)
+        self.head = nn.Linear(4, tiny.NUM_CLASSES)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        self.how(x.flatten(1))
+        return self.head(x.mean((2, 3)))
+
+
+def first_half(x: Tensor) -> None:
+    x[:, : x.shape[1] // 2] = 0.5
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "a method": lambda x: x.mul_(3.0),
+    "a part": lambda x: x[:, :20].add_(1.0),
+    "an assignment": first_half,
+    "a function": lambda x: nn.functional.relu(x, inplace=True),
+}
+
+
+@pytest.mark.parametrize("how", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("on_device", [True, False], ids=["on the device", "step by step"])
+def test_what_is_written_through_a_flattened_view_is_not_lost(
+    how: Callable[[Tensor], object],
+    on_device: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"} if on_device else set())
+    run, off = played(WritesThroughFlatten(how).double(), kernels=True)
+    assert off < 1e-10
+    assert not on_device or way_of(run) is Way.DENSE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "(it writes into activations that it flattened and reads them afterwards); " in line
+
+
+def test_writing_into_what_is_never_looked_at_again_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.ReLU(inplace=True))
+    run, off = played(nn.Sequential(body, nn.Linear(4 * 36, tiny.NUM_CLASSES)).double(), kernels=True)
+    assert off < 1e-10
+    assert way_of(run) is Way.FUSED
+    assert capsys.readouterr().err == ""
+
+
 class CompilationError(Exception):
     """As Triton has them: not a RuntimeError."""
 

@@ -25,6 +25,7 @@ from fednorm.engines.stack.guard import NUM_MOVED, moved_norms
 from fednorm.engines.stack.health import health, signed
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.log_copy import LogCopy
+from fednorm.engines.stack.lost_writes import LostWritesRefused
 from fednorm.engines.stack.making_ready import making_ready
 from fednorm.engines.stack.program import Moves, Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows, named, unnamed
@@ -313,7 +314,8 @@ class PhaseProgram:
             plain = torch.contiguous_format
             parts["params"] = {key: value.clone(memory_format=plain) for key, value in parts["params"].items()}
         model, hold = self.sites.prepared.model, self._pass.rule.hold
-        with self.way.layers(model), training_mode(model, hold), unchanged(model), slow_operators_named(model):
+        layers, kept = self.way.layers(model), LostWritesRefused()
+        with layers, training_mode(model, hold), unchanged(model), slow_operators_named(model), kept:
             step = self._mapped_step(probes)
             after, seen = step(Carry(**parts, anchor=begun), Batch(x, y, batch["batch_keys"]), own)
         new: Tree = {}

@@ -34,6 +34,7 @@ from fednorm.engines.stack.jobs import JobStacks
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.kernels.swapped import restore
+from fednorm.engines.stack.lost_writes import LostWritesRefused
 from fednorm.engines.stack.merged_outside import has_rows, play_from_slot
 from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device, slot_of
 from fednorm.engines.stack.slow_operators import slow_operators_named
@@ -291,7 +292,7 @@ class StackTrainer:
             carry = Carry(*({key: value[index] for key, value in tree.items()} for tree in carry))
         if self._tried:
             return step(carry, batch, numbers)
-        with unchanged(self.sites.prepared.model):
+        with unchanged(self.sites.prepared.model), LostWritesRefused():
             done = step(carry, batch, numbers)
         self._tried = True
         return done
