@@ -19,7 +19,7 @@ from fednorm.core.state import Entry, Policy, Tree
 from fednorm.data.batches import Batches
 from fednorm.engines.base import MOST_AWAITED, stack_trees
 from fednorm.engines.stack.attributes import ChangesItself
-from fednorm.engines.stack.kernels.layers import StackConv2d
+from fednorm.engines.stack.kernels.layers import filters_lie_channels_last
 from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.late_reports import LateReports
 from fednorm.engines.stack.messages import Assignment, Member, Messages, message
@@ -57,8 +57,7 @@ class DeviceStack:
     def __init__(self, runs: Sequence[Sites], merges: bool = True) -> None:
         self.runs, self.sites = runs, runs[0]
         self.merges = merges
-        # Filters are best laid out as the stack's kernels read them.
-        channels_last = any(isinstance(module, StackConv2d) for module in self.sites.prepared.model.modules())
+        channels_last = filters_lie_channels_last(self.sites.prepared.model)
         # What is trained lies together and comes first, entries of an odd size last: see `PhaseProgram`.
         servers = [sites.initial() for sites in runs]
         held = [entry for key, entry in entries_with(self.sites, *Policy).items() if key in servers[0]]

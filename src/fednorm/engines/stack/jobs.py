@@ -18,7 +18,7 @@ from fednorm.core.state import Tree
 from fednorm.engines.base import pick, stack_trees
 from fednorm.engines.stack.attributes import ChangesItself
 from fednorm.engines.stack.device_stack import DEVICES
-from fednorm.engines.stack.kernels.layers import StackConv2d
+from fednorm.engines.stack.kernels.layers import filters_lie_channels_last
 from fednorm.engines.stack.kernels.tiles import power_of_2
 from fednorm.engines.stack.messages import Drawn
 from fednorm.engines.stack.phase_program import NotAProgram
@@ -165,7 +165,7 @@ class JobStacks:
         way = self._ways.of(phase)
         key = (way, phase.id, clients, steps, size)
         if key not in self._programs:
-            channels_last = any(isinstance(module, StackConv2d) for module in self.sites.prepared.model.modules())
+            channels_last = filters_lie_channels_last(self.sites.prepared.model)
             server = RowMatrix({each: entry for each, (entry, _) in phase.schema.items()}, channels_last)
             self._programs[key] = JobProgram(
                 self.sites, phase, {}, {"server": server}, self.sites.batches,

@@ -214,3 +214,8 @@ def _side(pool: nn.MaxPool2d) -> int:
     sides = {*(side if isinstance(side, tuple) else (side,)), *(stride if isinstance(stride, tuple) else (stride,))}
     bare = pool.padding in (0, (0, 0)) and pool.dilation in (1, (1, 1)) and not (pool.ceil_mode or pool.return_indices)
     return sides.pop() if bare and len(sides) == 1 else 0
+
+
+def filters_lie_channels_last(model: nn.Module) -> bool:
+    """Whether filters are best laid out as the stack's kernels read them."""
+    return any(isinstance(module, StackConv2d) for module in model.modules())
