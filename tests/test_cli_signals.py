@@ -122,6 +122,22 @@ def test_ctrl_c_ends_all_workers_of_a_comparison(tmp_path: Path) -> None:
     assert err == "stopped with 0 of 2 runs done; continue with: fednorm resume both\n"
 
 
+@pytest.mark.fault(row=19)
+def test_ctrl_c_twice_ends_a_comparison_without_a_traceback(tmp_path: Path) -> None:
+    names = ("fedavg-seed0", "fedbn-seed0")
+    endless = (*TINY, *EVERY_OTHER, "--rounds", "100000", "--jobs", "2", "--out", "both")
+    with running("compare", "fedavg", "fedbn", *endless, cwd=tmp_path) as process:
+        for name in names:
+            wait_for_rounds(process, tmp_path / "both" / name, 4)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.002)  # else the system may make one of two
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "stopped with 0 of 2 runs done; continue with: fednorm resume both\n"
+    assert all(committed(tmp_path / "both" / name) >= 2 for name in names)
+
+
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)

@@ -28,7 +28,8 @@ Quick = Annotated[
     bool, option("--quick", help="a small budget on embedded data, in minutes; not the paper's setting", panel=_WHAT)
 ]
 Seeds = Annotated[
-    str | None, option("--seeds", metavar="LIST", help="such as 0,1,2; default: the recipe's", panel=_WHAT)
+    str | None,
+    option("--seeds", metavar="N|LIST", help="how many seeds, or a list: 0,1,2; default: the recipe's", panel=_WHAT),
 ]
 Methods = Annotated[
     str | None, option("--methods", metavar="LIST", help="some of its methods, such as fedavg_bn,fixbn", panel=_WHAT)

@@ -123,5 +123,5 @@ def read_seeds(text: str | None, first: int) -> tuple[int, ...]:
     if "," in text:
         return tuple(map(int, pieces))
     if int(text) < 1:
-        raise ConfigError(f"--seeds {text} is out of range; give 1 or more")
+        raise ConfigError(f"--seeds {text} is out of range; give 1 or more, or with a comma seeds themselves: {text},")
     return tuple(range(first, first + int(text)))

@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -25,10 +26,10 @@ def _work(cell: Cell, packed: bytes, told: Connection, enough: Any) -> None:
     """A worker process: play one run, tell its rows, and tell how it ended."""
 
     def tell(run: RunId, row: RoundRow) -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():
-            raise Interrupted(signal.SIGTERM)  # killed: nobody would read on, and whoever resumes wants the folder
-        told.send((run, row))
+        try:
+            told.send((run, row))
+        except ConnectionError:  # nobody reads on: the parent is gone, and whoever resumes wants the folder
+            raise Interrupted(signal.SIGTERM) from None
         if enough.is_set():
             raise Stop
 
@@ -36,7 +37,8 @@ def _work(cell: Cell, packed: bytes, told: Connection, enough: Any) -> None:
         play_cells([replace(cell, objects=_unpacked(packed))], tell)
     except FednormError as error:
         error.add_note(f"in the process of {cell.id}:\n{traceback.format_exc()}")  # which does not come along
-        told.send((cell.id, error))
+        with suppress(ConnectionError):
+            told.send((cell.id, error))
     except Interrupted:
         pass
 
