@@ -47,6 +47,8 @@ class Recording(SequentialEngine):
 
     plan: Plan
     groups: list[list[tuple[int, int]]] = field(default_factory=list)
+    independent: bool = False
+    """else no more are trained at a time than its one process gains by"""
 
     def __post_init__(self) -> None:
         super().__init__(self.plan)
@@ -193,6 +195,21 @@ def test_all_that_are_under_way_train_together() -> None:
     sizes = [len(group) for group in mixed.groups]
     assert sizes[0] == 4
     assert len(sizes) < 20
+
+
+def test_no_more_are_trained_at_a_time_than_an_engine_gains_by() -> None:
+    """Two hundred large models that wait for their time to arrive would fill the memory of a machine without a GPU."""
+    many = tiny.federation((8,) * 12)
+    plans = [tiny.plan("fedavg", model=tiny.conv_net(), data=many, rounds=30) for _ in range(2)]
+    one_by_one, stacked = Recording(plans[0], independent=True), Recording(plans[1])
+    servers: list[dict[str, str]] = []
+    for engine in (one_by_one, stacked):
+        clock = simulation("fedbuff(b=1)", engine.plan, default(), 12, engine)
+        played(clock)
+        servers.append({name: digest(tree) for name, tree in clock.server.state()[1].items()})
+    assert max(len(group) for group in one_by_one.groups) <= 4
+    assert max(len(group) for group in stacked.groups) == 12
+    assert servers[0] == servers[1]
 
 
 def test_learning_rates_of_different_versions_train_apart() -> None:

@@ -20,6 +20,8 @@ from fednorm.engines.stack.tracing import trace
 from fednorm.running.run import Run
 from fednorm.running.store import Store
 
+_ALIAS, _DETACH = torch.ops.aten.alias.default, torch.ops.aten.detach.default
+
 
 def by_torch(function: Callable[..., Any], *examples: Any) -> GraphModule:
     """What torch's own tracer makes of a function, without what is written back into its inputs."""
@@ -40,6 +42,7 @@ def told(traced: GraphModule) -> list[Any]:
         if node.op == "get_attr":
             return "constant", id(getattr(traced, str(node.target)))
         target = node.target if node.op == "call_function" else node.op
+        target = _ALIAS if target is _DETACH else target  # as torch 2.15 writes it, and earlier ones do not
         return target, *(tree_map_only(Node, numbers.__getitem__, part) for part in (node.args, node.kwargs))
 
     # A placeholder's arguments would be its default.

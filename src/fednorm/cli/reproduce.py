@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from fednorm.cli.settings import read_seeds
 from fednorm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fednorm.running.config import RunConfig
     from fednorm.studies.measured import Measured
     from fednorm.studies.playing import Place, Watched
     from fednorm.studies.study import Study
@@ -158,13 +159,18 @@ def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
     echo(f"{played} runs played; results in {place.library.folder}")
 
 
-def _warn_of_time(study: Study, place: Place, runs: list[Any], quick: bool) -> None:
-    """Say so where a GPU's work is about to be done without one."""
+def _warn_of_time(study: Study, place: Place, runs: list[tuple[RunConfig, int]], quick: bool) -> None:
+    """Say so where a GPU's work is about to be done without one: a step of the first run is timed."""
     if runs and not place.on_gpu and not quick:
+        from fednorm.cli.dry import duration
+        from fednorm.running.comparison import usable_jobs
         from fednorm.studies.estimate import seconds_of
+        from fednorm.views.preview import estimate
 
-        hours = sum(seconds_of(config, 1, on_gpu=False) for config, _ in runs) / 3600
-        text = f"{study.id}: {len(runs)} runs, about {hours:,.0f} hours without a GPU; a small version: --quick"
+        supposed = [seconds_of(config, 1, on_gpu=False) for config, _ in runs]
+        measured = estimate(place.cell(place.settled(*runs[0])).plan())["seconds"]
+        seconds = sum(supposed) * measured / supposed[0] / usable_jobs(len(runs))
+        text = f"{study.id}: {len(runs)} runs, about {duration(seconds)} without a GPU; a small version: --quick"
         echo(text, file=sys.stderr)
 
 

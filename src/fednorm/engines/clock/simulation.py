@@ -1,7 +1,7 @@
 """Clients that come one by one, in virtual time: who is sent the model when, and whose update arrives next.
 
 What a client brings depends only on what it was sent. So nobody trains before the first update is due that was not
-trained yet, and then all do that are under way, in stacks where the engine has any. Nothing is drawn that is not a
+trained yet, and then all do that are under way where the engine stacks them, else some. Nothing is drawn that is not a
 function of the seed, the job and the client, so the clock, the jobs under way and the server's state are all there is
 to save. Updates that were trained and have not arrived are trained again after a restart, unless their bits depend on
 who is trained along.
@@ -28,6 +28,9 @@ from fednorm.halves.recent import moved_by
 from fednorm.halves.site import Sites, state_after
 from fednorm.halves.stacks import Stacks
 from fednorm.halves.training import Job
+
+_WAVES = 4
+"""Jobs for each process at a time where clients are not stacked, so that few wait for the slowest."""
 
 
 class Simulation:
@@ -121,7 +124,7 @@ class Simulation:
         untrained = [each for each in coming if each.flight.number not in self._trained]
         if not self.server.strategy.barrier:
             least = sum(each.arrives == due[0].arrives for each in untrained)
-            untrained = untrained[: max(least, _few_sizes(len(untrained)))]
+            untrained = untrained[: max(least, self._enough(len(untrained)))]
         groups: dict[tuple[PhaseId, tuple[tuple[str, float], ...]], list[list[UnderWay]]] = {}
         for each in sorted(untrained, key=lambda each: each.flight.number):
             alike = (each.flight.phase, tuple(sorted(self.server.numbers(each.flight).items())))
@@ -137,6 +140,10 @@ class Simulation:
         for (id, numbers), rows in groups.items():
             for row in rows:
                 self._train_some(id, dict(numbers), row)
+
+    def _enough(self, count: int) -> int:
+        """How many of some to train at a time: more than an engine gains by would only lie in memory."""
+        return min(count, _WAVES * self.engine.processes) if self.engine.independent else _few_sizes(count)
 
     def _needed(self) -> int:
         """How many more updates make the last version; under a barrier all that are under way."""
