@@ -17,6 +17,7 @@ from fednorm.data.augment import apply, draws, parse, sizes
 from fednorm.engines.stack.gather import _CODES
 from fednorm.engines.stack.kernels import conv, depthwise, elements, group_norm, norm
 from fednorm.engines.stack.kernels.adam import run_adam
+from fednorm.engines.stack.kernels.entropy import run_entropy
 from fednorm.engines.stack.kernels.images import take_images
 from fednorm.engines.stack.kernels.ops import channels_last, channels_second
 from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, conv_tile
@@ -280,6 +281,24 @@ def check_adam(sizes: tuple[int, ...], update: AdamUpdate, in_place: bool) -> No
         old = new
 
 
+def check_entropy(batch: int, classes: int) -> None:
+    """Losses and gradients are those of torch's cross-entropy, also where labels are ignored; a false label is seen."""
+    x = 5 * torch.randn(2, batch, classes, device=DEVICE)
+    y = torch.randint(0, classes, (2, batch), device=DEVICE)
+    y[0, ::3] = -7
+    leaf = x.clone().requires_grad_()
+    each = [functional.cross_entropy(scores, labels, ignore_index=-7) for scores, labels in zip(leaf, y, strict=True)]
+    (wanted,) = torch.autograd.grad(sum(each), leaf)  # type: ignore[arg-type]
+    loss, away = run_entropy(x, y, -7)
+    close(loss, torch.stack(each))
+    close(away, wanted)
+    y[1, -1] = classes
+    assert run_entropy(x, y, -7)[0].isnan().tolist() == [False, True]
+    x[0, -1, 0] = float("nan")
+    y[0] = 0
+    assert run_entropy(x, y, -7)[0].isnan().all()
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -316,6 +335,8 @@ def main() -> None:
         check_thin(*case)
     for channels in (3, 32, 70):
         check_relu_grad(channels)
+    for case in ((5, 3), (20, 10), (70, 100)):
+        check_entropy(*case)
     check_fold(4, 1500)
     check_fold(1, 3)
     for momentum in (False, True):

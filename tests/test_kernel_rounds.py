@@ -32,14 +32,15 @@ KERNELS = (
     ("run_group_norm", "run_group_norm_grad"),
     ("run_adam",),
     ("run_depthwise", "run_filter_grad"),
+    ("run_entropy",),
 )
-ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd"}
+ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd", "run_entropy"}
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel was launched."""
-    from fednorm.engines.stack.kernels import adam, conv, depthwise, elements, group_norm, images, norm
+    from fednorm.engines.stack.kernels import adam, conv, depthwise, elements, entropy, group_norm, images, norm
 
     counts: Counter[str] = Counter()
 
@@ -50,7 +51,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return count
 
-    for module, names in zip((conv, norm, elements, images, group_norm, adam, depthwise), KERNELS, strict=True):
+    modules = conv, norm, elements, images, group_norm, adam, depthwise, entropy
+    for module, names in zip(modules, KERNELS, strict=True):
         for name in names:
             monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     monkeypatch.setattr("fednorm.engines.stack.slot.DEVICES", {"cpu"})

@@ -27,6 +27,7 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_aten.permute.default, copies.drop_idle_permutation),
     (_aten.copy.default, copies.drop_copy),
     (_aten.cat.default, copies.drop_rejoining),
+    (_aten.mul.Tensor, copies.drop_times_one),
     (_own.conv.default, narrow.read_weights_narrow),
     (_own.conv_input_grad.default, narrow.read_weights_narrow),
     (_own.depthwise.default, narrow.read_weights_narrow),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 
 from torch import nn
 
 from fednorm.core.phases import PhaseId
+from fednorm.engines.stack.kernels.losses import LossesOfStacks
 from fednorm.engines.stack.kernels.swapped import Swapped, dense, has_swapped, torchs_own
 from fednorm.errors import first_line
 from fednorm.halves.prepared_phase import PreparedPhase
@@ -21,11 +23,15 @@ class Way(Enum):
     DENSE = "activations are copied into torch's layout behind each layer"
     PLAIN = "torch's own layers are used, and nothing is fused"
 
-    def layers(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The layers of the model as this way has them."""
-        if self is Way.FUSED:
-            return nullcontext()
-        return dense(model) if self is Way.DENSE else torchs_own(model)
+    @contextmanager
+    def layers(self, model: nn.Module) -> Iterator[None]:
+        """The layers of the model as this way has them, and the loss where there are stack operators at all."""
+        if self is Way.PLAIN or not has_swapped(model):
+            with torchs_own(model):
+                yield
+            return
+        with dense(model) if self is Way.DENSE else nullcontext(), LossesOfStacks():
+            yield
 
 
 def _is_narrow(model: nn.Module) -> bool:

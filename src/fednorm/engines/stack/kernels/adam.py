@@ -1,7 +1,5 @@
 """A Triton kernel of Adam and AdamW: one pass over values, gradients, moments and counts."""
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
-# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
-# pyright: reportIndexIssue=false
 
 import torch
 import triton
@@ -10,6 +8,7 @@ from torch import Tensor
 
 from fednorm.core.optimizers import AdamUpdate
 from fednorm.engines.stack.kernels.elements import joined_small
+from fednorm.engines.stack.kernels.launch import kernel
 
 _BLOCK = 1024
 
@@ -20,7 +19,7 @@ def _bias(log_beta, count):
     return 1 - tl.exp(count.to(tl.float64) * log_beta).to(tl.float32)
 
 
-@triton.jit
+@kernel()
 def _adam_kernel(
     value_ptr, first_ptr, second_ptr, count_ptr, grad_ptr, new_ptr, new_first_ptr, new_second_ptr, new_count_ptr,
     lr_ptr, decay_ptr, value_stride, first_stride, second_stride, count_stride, grad_stride, new_stride,

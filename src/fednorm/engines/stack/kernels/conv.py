@@ -6,8 +6,6 @@ that a layer of few channels still has long products. Weights are (client, out, 
 rounded on load.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
-# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
-# pyright: reportIndexIssue=false
 
 from typing import NamedTuple
 
@@ -16,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.pointwise import finish, precision, run_point, run_point_weight_grad
 from fednorm.engines.stack.kernels.tiles import conv_tile, weight_tile
 
@@ -53,7 +52,7 @@ def _source(
     return src_row * in_width + src_col, hit & (src_row < in_height) & (src_col < in_width)
 
 
-@triton.jit(do_not_specialize=["batch", "tiles"])  # one kernel for batches of all sizes
+@kernel("batch", "tiles")  # one kernel for batches of all sizes
 def _conv_kernel(
     x_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, part_ptr, w_stride, bias_stride, batch,
     in_height, in_width, out_height, out_width, tiles,
@@ -128,7 +127,7 @@ def _conv_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch", "clients"])
+@kernel("batch", "clients")
 def _weight_kernel(
     x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, clients,
     IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,

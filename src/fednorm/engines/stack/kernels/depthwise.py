@@ -6,8 +6,8 @@ Numbers of channels and sizes of images are no constants, so that a network's la
 (client, channel, height, width).
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
-# A jitted kernel is started by indexing it with its grid, which type checkers cannot know, nor what its tuples hold.
-# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+# Type checkers cannot know what the tuples of a jitted kernel hold.
+# pyright: reportAttributeAccessIssue=false
 
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, depth_rows, power_of_2, words
 
 _CHANNELS = 32
@@ -68,7 +69,7 @@ def _is_read(step, taps, rows, stride, dilation, backward):
     return any(_tap(step, row, taps, rows, stride, dilation, backward) >= 0 for row in range(rows))
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "tiles"])
+@kernel(*_SIZES, "tiles")
 def _depth_kernel(
     x_ptr, w_ptr, y_ptr, part_ptr, w_stride, batch, in_height, in_width, out_height, out_width, words, tiles,
     KH: tl.constexpr, KW: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, PAD_H: tl.constexpr,
@@ -138,7 +139,7 @@ def _depth_kernel(
         tl.store(part + channels, tl.sum(squares, 0), mask=known)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "clients", "turns"])
+@kernel(*_SIZES, "clients", "turns")
 def _filter_kernel(
     x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, words, clients, turns,
     KH: tl.constexpr, KW: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, PAD_H: tl.constexpr,

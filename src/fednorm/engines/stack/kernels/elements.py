@@ -3,14 +3,13 @@
 Done by torch's operators each is several passes, and a stack of large models is bound by its passes over memory.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
-# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
-# pyright: reportIndexIssue=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.norm import cut_of, tile_of_program
 
 _BLOCK = 1024
@@ -27,7 +26,7 @@ def _scramble(x):
     return x ^ (x >> 31)
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@kernel("numbers")
 def _dropout_kernel(x_ptr, keys_ptr, y_ptr, numbers, channels, pixels, p, BLOCK: tl.constexpr):
     """`rng.uniform` counts in the order (batch, channel, pixel), whatever the layout: (batch, pixel, channel) here."""
     client = tl.program_id(1)
@@ -53,7 +52,7 @@ def run_dropout(x: Tensor, keys: Tensor, p: float, channels: int, pixels: int) -
     return y
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@kernel("numbers")
 def _pool_kernel(
     x_ptr, dy_ptr, out_ptr, numbers, height, width, out_height, out_width,
     CHANNELS: tl.constexpr, SIDE: tl.constexpr, BACKWARD: tl.constexpr, BLOCK: tl.constexpr,
@@ -98,7 +97,7 @@ def run_max_pool(x: Tensor, side: int, dy: Tensor | None = None) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@kernel("numbers")
 def _thin_kernel(
     x_ptr, y_ptr, numbers, height, width, out_height, out_width,
     CHANNELS: tl.constexpr, OUT: tl.constexpr, BEFORE: tl.constexpr, STRIDE: tl.constexpr, BACKWARD: tl.constexpr,
@@ -129,7 +128,7 @@ def run_thin(x: Tensor, size: tuple[int, int], channels: int, before: int, strid
     return y
 
 
-@triton.jit(do_not_specialize=["rows", "chunks"])
+@kernel("rows", "chunks")
 def _relu_grad_kernel(
     dy_ptr, y_ptr, out_ptr, part_ptr, rows, chunks, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -151,7 +150,7 @@ def run_relu_grad(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return out, parts.sum(1)
 
 
-@triton.jit
+@kernel()
 def _fold_kernel(
     stack_ptr, weight_ptr, out_ptr, run_stride, client_stride, numbers, CLIENTS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -179,7 +178,7 @@ def run_fold(stack: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@kernel()
 def _sgd_kernel(
     value_ptr, grad_ptr, velocity_ptr, new_ptr, new_velocity_ptr, lr_ptr, momentum_ptr, decay_ptr,
     value_stride, grad_stride, velocity_stride, new_stride, new_velocity_stride, numbers,

@@ -4,13 +4,13 @@ A program has one image of one client: it goes over its pixels once for the mean
 that no large sums cancel, and once to write. The second and the third time the image is in a cache.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
-# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
-# pyright: reportIndexIssue=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fednorm.engines.stack.kernels.launch import kernel
 
 _ELEMENTS = 8192
 """Numbers of a tile, which stay in registers."""
@@ -32,7 +32,7 @@ def _pixels(image, start, rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
     return at, (row < rows)[:, None]
 
 
-@triton.jit(do_not_specialize=["batch", "rows"])  # one kernel for batches and images of all sizes
+@kernel("batch", "rows")  # one kernel for batches and images of all sizes
 def _forward_kernel(
     x_ptr, gamma_ptr, beta_ptr, add_ptr, y_ptr, mean_ptr, inverse_ptr, gamma_stride, beta_stride, batch, rows, eps,
     CHANNELS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
@@ -77,7 +77,7 @@ def _gradient(dy_ptr, y_ptr, at, mask, RELU: tl.constexpr):
     return dy
 
 
-@triton.jit(do_not_specialize=["batch", "rows"])
+@kernel("batch", "rows")
 def _backward_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, inverse_ptr, gamma_ptr, dx_ptr, part_ptr, masked_ptr, gamma_stride, batch, rows,
     CHANNELS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, RELU: tl.constexpr, MASKED: tl.constexpr,

@@ -4,19 +4,19 @@ Done by torch's operators this is some forty small launches, as many as a step's
 augmentation (`fednorm.data.augment`) are maps in whole numbers, so the result is the same.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
-# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
-# pyright: reportIndexIssue=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.launch import kernel
+
 _PIXELS = 256
 _FRACTION = tl.constexpr(16)
 
 
-@triton.jit
+@kernel()
 def _images_kernel(
     pool_ptr, rows_ptr, drawn_ptr, plan_ptr, scale_ptr, out_ptr, height, width, out_height, out_width,
     CHANNELS: tl.constexpr, STEPS: tl.constexpr, PIXELS: tl.constexpr,

@@ -6,8 +6,6 @@ adds and the ReLU or ReLU6 that follows. Of very many chunks a launch in between
 pass is two launches as well. Where `training` is false the same kernels normalise by the running statistics.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
-# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
-# pyright: reportIndexIssue=false
 
 from typing import NamedTuple
 
@@ -16,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.tiles import words
 
 
@@ -49,7 +48,7 @@ def _through(dy, y_ptr, at, mask, CEILING: tl.constexpr):
 
 # One kernel for batches and channels of all numbers: with a network's channels as constants, each of its layers would
 # take a second to compile.
-@triton.jit(do_not_specialize=["rows", "chunks", "channel_words"])
+@kernel("rows", "chunks", "channel_words")
 def _moments_kernel(
     x_ptr, part_ptr, rows, chunks, channel_words, WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -93,7 +92,7 @@ def _join(
     return mean, var / rows
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "part_rows", "channel_words"])
+@kernel("rows", "parts", "part_rows", "channel_words")
 def _join_kernel(
     part_ptr, whole_ptr, rows, parts, part_rows, channel_words,
     WORD: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
@@ -108,7 +107,7 @@ def _join_kernel(
     tl.store(whole + channels, var * rows, mask=channel < channels)
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "part_rows", "channel_words"])
+@kernel("rows", "parts", "part_rows", "channel_words")
 def _normalise_kernel(
     x_ptr, part_ptr, gamma_ptr, beta_ptr, add_ptr, old_mean_ptr, old_var_ptr, counter_ptr,
     y_ptr, mean_ptr, var_ptr, new_mean_ptr, new_var_ptr, new_counter_ptr,
@@ -150,7 +149,7 @@ def _normalise_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "chunks", "channel_words"])
+@kernel("rows", "chunks", "channel_words")
 def _grad_sums_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, part_ptr, rows, chunks, channel_words, eps,
     WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
@@ -176,7 +175,7 @@ def _grad_sums_kernel(
     tl.store(base + channels, tl.sum(dy * hat, 0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "chunks", "channel_words"])
+@kernel("rows", "chunks", "channel_words")
 def _input_grad_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
     gamma_stride, rows, chunks, channel_words, eps,

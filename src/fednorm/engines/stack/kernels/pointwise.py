@@ -4,14 +4,13 @@ There are no taps to look for, and the numbers of channels are no constants, so 
 differ in little else, share a few kernels.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
-# A jitted kernel is started by indexing it with its grid, which type checkers cannot know.
-# pyright: reportIndexIssue=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.tiles import Tile, words
 
 
@@ -40,7 +39,7 @@ def finish(
         tl.store(base + OUT, tl.sum(away * away, 0), mask=channel < OUT)
 
 
-@triton.jit(do_not_specialize=["total", "in_words", "out_words", "tiles"])
+@kernel("total", "in_words", "out_words", "tiles")
 def _point_kernel(
     x_ptr, w_ptr, bias_ptr, add_ptr, y_ptr, part_ptr, w_stride, bias_stride, total, in_words, out_words, tiles,
     BACKWARD: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, MOMENTS: tl.constexpr,
@@ -69,7 +68,7 @@ def _point_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["total", "in_words", "out_words", "clients", "turns"])
+@kernel("total", "in_words", "out_words", "clients", "turns")
 def _weight_kernel(
     x_ptr, dy_ptr, part_ptr, total, in_words, out_words, clients, turns,
     PRECISION: tl.constexpr, IN_WORD: tl.constexpr, OUT_WORD: tl.constexpr, PIXELS: tl.constexpr, TERMS: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Dropped: copies, views that change nothing, and what was computed or joined before."""
+"""Dropped: copies, views and products that change nothing, and what was computed or joined before."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.fx import Graph, Node
 from fednorm.engines.stack.rewrites.nodes import same_type
 
 _aten = torch.ops.aten
+_SHAPES = {_aten.reshape.default, _aten.unsqueeze.default, _aten.expand.default}
+"""Views of all numbers of a tensor in another shape, once `allow_any_strides` was there."""
 
 
 def share_results(graph: Graph) -> None:
@@ -50,6 +52,17 @@ def drop_clone(graph: Graph, node: Node) -> None:
     """Nothing changes in place any more, so a copy is as good as its source; a new layout (with kwargs) stays."""
     if not node.kwargs:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+
+
+def drop_times_one(graph: Graph, product: Node) -> None:
+    """A product with ones, which is how a gradient begins, is the other factor."""
+    for one, other in (product.args, reversed(product.args)):
+        while isinstance(one, Node) and one.target in _SHAPES:
+            one = one.args[0]
+        ones = isinstance(one, Node) and one.target is _aten.ones_like.default
+        if ones and isinstance(other, Node) and same_type(product, other):
+            product.replace_all_uses_with(other)
+            return
 
 
 def drop_rejoining(graph: Graph, cat: Node) -> None:

@@ -1,0 +1,81 @@
+"""Every kernel is compiled for GPUs that are not here: `make test-kernels`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from fednorm.bench.cases import read_cases
+from fednorm.engines.stack.kernels import ops
+from fednorm.engines.stack.program import compile_kernels
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+pytestmark = [
+    pytest.mark.skipif(not ops.HAS_TRITON or ops.INTERPRETED, reason="there is no Triton that compiles"),
+    pytest.mark.timeout(900),
+]
+H200, CONSUMER = 90, 86
+ROOM = {H200: 227 * 1024, CONSUMER: 99 * 1024}
+"""Bytes of shared memory that a program may have, by compute capability."""
+MODELS = {"resnet20": {}, "resnet20+gn": {"train.optimizer": "adamw"}, "mobilenet_v2": {}, "simple_cnn": {}}
+ROOMS = ("adam", "conv", "depthwise", "elements", "entropy", "group_norm", "images", "norm", "pointwise")
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def all_programs(wide: bool) -> list[GraphModule]:
+    from kernel_builds import programs
+
+    cases = zip(read_cases(",".join(MODELS), (2,)), MODELS.values(), strict=True)
+    return [graph for case, settings in cases for graph in programs(case, 2, wide, **settings)]
+
+
+def names_of_kernels() -> set[str]:
+    """All kernels there are, as their functions are called."""
+    from fednorm.engines.stack.kernels.launch import Kernel
+
+    modules = [sys.modules[f"fednorm.engines.stack.kernels.{room}"] for room in ROOMS]
+    return {name for module in modules for name, value in vars(module).items() if isinstance(value, Kernel)}
+
+
+@pytest.mark.parametrize(("arch", "wide"), [(H200, False), (CONSUMER, False), (CONSUMER, True)])
+def test_kernels_compile_and_fit(arch: int, wide: bool) -> None:
+    """All of them, for all that these models ask of them, in bfloat16 or in tf32."""
+    from kernel_builds import building
+
+    with tf32(wide), building(arch) as (kernels, failed):
+        for graph in all_programs(wide):
+            compile_kernels(graph)
+    assert not failed
+    assert {each.name for each in kernels.values()} == names_of_kernels()
+    assert all(each.binary for each in kernels.values())
+    assert {each.name: each.shared for each in kernels.values() if each.shared > ROOM[arch]} == {}
+
+
+def test_a_kernel_that_does_not_compile_is_seen() -> None:
+    """A row of numbers whose length is no power of 2 is an error of the compiler's."""
+    from fednorm.engines.stack.kernels.elements import _fold_kernel
+    from kernel_builds import building
+
+    stack, weights, out = torch.empty(1, 1, 8), torch.empty(1, 1), torch.empty(1, 8, dtype=torch.float64)
+    with building(H200) as (kernels, failed):
+        with pytest.raises(Exception, match="power of 2"):
+            _fold_kernel[(1, 1)](stack, weights, out, 8, 8, 8, CLIENTS=1, BLOCK=100, num_warps=4)
+        assert failed
+        _fold_kernel[(1, 1)](stack, weights, out, 8, 8, 8, CLIENTS=1, BLOCK=128, num_warps=4)
+    assert [each.name for each in kernels.values()] == ["_fold_kernel"]
