@@ -41,8 +41,9 @@ test: lint  ## everything that must hold: lint, types, tests, doctests
 test-quick: $(READY)  ## the tests without the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-test-kernels: $(READY) $(TRITON_READY)  ## the Triton kernels, one by one and in whole rounds, without a GPU
+test-kernels: $(READY) $(TRITON_READY)  ## the Triton kernels without a GPU: played by an interpreter, compiled for GPUs
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_kernels.py tests/test_kernel_rounds.py
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n 2 tests/test_kernel_builds.py
 
 $(TRITON_READY): locks/triton.txt
 	$(BIN)/python $(LOCKED) --upgrade --target $(TRITON) -r locks/triton.txt

@@ -137,7 +137,7 @@ def programs(case: Case, clients: int, wide: bool = False, **settings: object) -
     data = random_images(clients, IMAGES, shape=(3, case.pixels, case.pixels), labels=labels_of(case))
     config = config_of(case.model, "stacked", "fp32", torch.device("cpu"), local_steps=3)
     plan = make_plan(updated(config, {"method": case.method, **settings}), federation=data)
-    use_kernels(plan.prepared.model, torch.float32 if wide else torch.bfloat16)
+    use_kernels(plan.prepared.model, None if wide else torch.bfloat16)
     stays = patch.object(slot, "DEVICES", {"cpu"})
     # Nothing is played, so what is reported of the round is empty.
     with stays, patch.object(phase_program, "Program", Noted), suppress(DivergedError):

@@ -247,7 +247,7 @@ def test_old_values_that_are_read_later_are_not_written_over(view: Callable[[Ten
     def step(state: Tree) -> tuple[Tree, Rows]:
         grad, zero = torch.full_like(state["w"], 2.0), torch.zeros_like(state["lr"])
         part = view(state["w"])
-        new, _ = torch.ops.fednorm.sgd(state["w"], [grad], None, state["lr"], zero, zero)
+        new, _ = torch.ops.fednorm.sgd(state["w"], [grad], None, state["lr"], zero, zero, [], [])
         return {"w": new, "seen": part + 0 if late else part}, {}
 
     program = Program(step, state)

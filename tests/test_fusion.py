@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from fednorm.engines.stack.compiled import compiled, repays
 from fednorm.engines.stack.fusion import fuse
+from fednorm.engines.stack.kernels.tiles import ALONE, FEW_ROWS
 from fednorm.engines.stack.row_matrix import aligned
 from fednorm.engines.stack.tracing import trace
 
@@ -176,6 +177,29 @@ def test_weights_are_rounded_once_for_all_layers_that_read_them() -> None:
     assert operators(fused)["fednorm.narrowed.default"] == 1
     assert operators(fused)["aten._to_copy.default"] == 0
     assert torch.equal(fused(flat, x), layers(flat, x))
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["only by SGD", "by others too"])
+@pytest.mark.parametrize(("rows", "width"), [(5, 64), (5, 32), (300, 64)])
+def test_gradients_of_large_linear_layers_are_computed_where_they_are_used(rows: int, width: int, read: bool) -> None:
+    """Of 1,024 outputs: a width of 64 makes enough weights; of many rows a product is not computed on the way."""
+    size, outs = 1024 * width, 1024
+    x, dy = torch.randn(2, rows, width), torch.randn(2, rows, outs)
+    value, velocity = torch.randn(2, size + outs), torch.randn(2, size + outs)
+    rates = [torch.rand(2) for _ in range(3)]
+
+    def updated(value: Tensor, velocity: Tensor, x: Tensor, dy: Tensor, *rates: Tensor) -> tuple[Tensor, ...]:
+        grad = torch.ops.fednorm.linear_weight_grad(x, dy)
+        both = torch.cat([grad.reshape(2, -1), dy.sum(1)], 1)
+        moved = torch.ops.fednorm.sgd(value, [both], velocity, *rates, [], [])
+        return (*moved, grad.square().sum()) if read else moved
+
+    given = value, velocity, x, dy, *rates
+    fused = fuse(trace(updated, *given))
+    for found, wanted in zip(fused(*given), updated(*given), strict=True):
+        assert torch.equal(found, wanted)
+    taken = "fednorm.linear_weight_grad.default" not in operators(fused)
+    assert taken == (size >= ALONE and rows <= FEW_ROWS and not read)
 
 
 def test_rounded_rows_begin_at_aligned_addresses() -> None:

@@ -27,12 +27,13 @@ pytestmark = pytest.mark.skipif(not ops.INTERPRETED, reason="Triton does not int
 KERNELS = (
     ("run_conv", "run_weight_grad", "run_point", "run_point_weight_grad"),
     ("run_norm", "run_norm_grad"),
-    ("run_dropout", "run_max_pool", "run_thin", "run_relu_grad", "run_fold", "run_sgd"),
+    ("run_dropout", "run_max_pool", "run_thin", "run_relu_grad", "run_fold"),
     ("take_images",),
     ("run_group_norm", "run_group_norm_grad"),
     ("run_adam",),
     ("run_depthwise", "run_filter_grad"),
     ("run_entropy",),
+    ("run_sgd",),
 )
 ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd", "run_entropy"}
 
@@ -40,7 +41,7 @@ ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd", "run_entropy"}
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel was launched."""
-    from fednorm.engines.stack.kernels import adam, conv, depthwise, elements, entropy, group_norm, images, norm
+    from fednorm.engines.stack.kernels import adam, conv, depthwise, elements, entropy, group_norm, images, norm, sgd
 
     counts: Counter[str] = Counter()
 
@@ -51,7 +52,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return count
 
-    modules = conv, norm, elements, images, group_norm, adam, depthwise, entropy
+    modules = conv, norm, elements, images, group_norm, adam, depthwise, entropy, sgd
     for module, names in zip(modules, KERNELS, strict=True):
         for name in names:
             monkeypatch.setattr(module, name, counting(name, getattr(module, name)))

@@ -41,6 +41,7 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_aten.threshold_backward.default, neighbours.take_in_bias_grad),
     (_own.sgd.default, neighbours.take_in_parts),
     (_own.adam.default, neighbours.take_in_parts),
+    (_own.sgd.default, neighbours.take_in_products),
     (_aten.hardtanh_backward.default, neighbours.look_behind_relu6),
     (_own.norm.default, neighbours.take_in_residual_and_relu),
     (_own.norm.default, neighbours.share_moments),

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fednorm.core.optimizers import AdamUpdate
-from fednorm.engines.stack.kernels.elements import joined_small
 from fednorm.engines.stack.kernels.launch import kernel
+from fednorm.engines.stack.kernels.sgd import joined_small
 
 _BLOCK = 1024
 

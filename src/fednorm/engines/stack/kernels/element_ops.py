@@ -4,12 +4,15 @@ As in `fednorm.engines.stack.kernels.ops`, the Triton kernels run where they fit
 """
 # torch.library reads the annotations of an operator, so this file does without `from __future__ import annotations`.
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fednorm.core.optimizers import sgd_update
 from fednorm.core.reductions import fold as folded
+from fednorm.engines.stack.kernels.layer_ops import linear_weight_grad
 from fednorm.engines.stack.kernels.ops import channels_last, channels_second, kernels_fit
 from fednorm.engines.stack.row_matrix import aligned_like
 from fednorm.layers.keyed import dropped
@@ -173,45 +176,56 @@ def _(stack: Tensor, weights: Tensor) -> Tensor:
 
 @torch.library.custom_op("fednorm::sgd", mutates_args=())
 def sgd(
-    value: Tensor, grads: list[Tensor], velocity: Tensor | None, lr: Tensor, momentum: Tensor, decay: Tensor
-) -> tuple[Tensor, Tensor]:
+    value: Tensor, grads: Sequence[Tensor | None], velocity: Tensor | None, lr: Tensor, momentum: Tensor,
+    decay: Tensor, xs: list[Tensor], dys: list[Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Values (client, number) and velocities after a step of SGD; gradients lie side by side, numbers are per client.
 
-    Without momentum there is no velocity, and what is returned of it is empty.
+    Without momentum there is no velocity, and what is returned of it is empty. A gradient that is None is that of a
+    linear layer's weights, computed on the way from the next of `xs` (client, row, in) and `dys` (client, row, out).
     """
     new, moved = aligned_like(value), value.new_empty(0) if velocity is None else aligned_like(velocity)
-    _sgd_into((value, velocity), grads, (new, None if velocity is None else moved), lr, momentum, decay)
+    after = new, None if velocity is None else moved
+    _sgd_into((value, velocity), grads, after, lr, momentum, decay, xs, dys)
     return new, moved
 
 
 @sgd.register_fake
 def _(
-    value: Tensor, grads: list[Tensor], velocity: Tensor | None, lr: Tensor, momentum: Tensor, decay: Tensor
-) -> tuple[Tensor, Tensor]:
+    value: Tensor, grads: Sequence[Tensor | None], velocity: Tensor | None, lr: Tensor, momentum: Tensor,
+    decay: Tensor, xs: list[Tensor], dys: list[Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return aligned_like(value), value.new_empty(0) if velocity is None else aligned_like(velocity)
 
 
 @torch.library.custom_op("fednorm::sgd_in_place", mutates_args=("value", "velocity"))
 def sgd_in_place(
-    value: Tensor, grads: list[Tensor], velocity: Tensor | None, lr: Tensor, momentum: Tensor, decay: Tensor
-) -> None:
+    value: Tensor, grads: Sequence[Tensor | None], velocity: Tensor | None, lr: Tensor, momentum: Tensor,
+    decay: Tensor, xs: list[Tensor], dys: list[Tensor],
+) -> None:  # fmt: skip
     """The same, written over the old values and velocities."""
-    _sgd_into((value, velocity), grads, (value, velocity), lr, momentum, decay)
+    _sgd_into((value, velocity), grads, (value, velocity), lr, momentum, decay, xs, dys)
 
 
 Pair = tuple[Tensor, Tensor | None]
 
 
-def _sgd_into(old: Pair, grads: list[Tensor], new: Pair, lr: Tensor, momentum: Tensor, decay: Tensor) -> None:
+def _sgd_into(
+    old: Pair, grads: Sequence[Tensor | None], new: Pair, lr: Tensor, momentum: Tensor, decay: Tensor,
+    xs: list[Tensor], dys: list[Tensor],
+) -> None:  # fmt: skip
     value, velocity = old
     if kernels_fit(value):
-        from fednorm.engines.stack.kernels.elements import run_sgd
+        from fednorm.engines.stack.kernels.sgd import run_sgd
 
-        run_sgd(old, grads, new, lr.contiguous(), momentum.contiguous(), decay.contiguous())
+        layers = [(x.contiguous(), dy.contiguous()) for x, dy in zip(xs, dys, strict=True)]
+        run_sgd(old, grads, new, lr.contiguous(), momentum.contiguous(), decay.contiguous(), layers)
         return
+    products = (linear_weight_grad(x, dy).flatten(1) for x, dy in zip(xs, dys, strict=True))
+    whole = torch.cat([next(products) if grad is None else grad for grad in grads], 1)
     held = {} if velocity is None else {"momentum": velocity}
     numbers = {"lr": lr[:, None], "momentum": momentum[:, None], "weight_decay": decay[:, None]}
-    values, kept = sgd_update(value, torch.cat(grads, 1), held, numbers)
+    values, kept = sgd_update(value, whole, held, numbers)
     new[0].copy_(values)
     if new[1] is not None:
         new[1].copy_(kept["momentum"])

@@ -35,13 +35,13 @@ class _Sgd(_OverStack):
     def forward(value: Tensor, grad: Tensor, velocity: Tensor | None, *numbers: Tensor) -> Any:
         one = None if velocity is None else velocity.unsqueeze(0)
         alone = (each.unsqueeze(0) for each in numbers)
-        new, moved = element_ops.sgd(value.unsqueeze(0), [grad.unsqueeze(0)], one, *alone)
+        new, moved = element_ops.sgd(value.unsqueeze(0), [grad.unsqueeze(0)], one, *alone, [], [])
         return new[0], moved if velocity is None else moved[0]
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *args: Tensor | None) -> Any:
         value, grad, velocity, *numbers = stacked(info, dims, *args)
-        new, moved = element_ops.sgd(value, [grad], velocity, *numbers)
+        new, moved = element_ops.sgd(value, [grad], velocity, *numbers, [], [])
         return (new, moved), (0, None if velocity is None else 0)
 
 

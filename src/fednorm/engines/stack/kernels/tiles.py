@@ -65,3 +65,9 @@ def weight_tile(terms: int, outs: int, wide: bool) -> tuple[Tile, int]:
     if block == 16:
         return Tile(64, 16, most, 2, 2), 1056
     return (Tile(64, block, min(32, most), 4, 3), 1056) if wide else (Tile(64, block, most, 4, 3), 528)
+
+
+ALONE = 1 << 16
+"""Gradients of fewer numbers a client are joined with their neighbours before an update, to be one launch."""
+FEW_ROWS = 256
+"""Up to this many rows of a batch the gradient of a linear layer's weights is quicker computed again than read."""

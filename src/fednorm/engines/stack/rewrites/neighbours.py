@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fednorm.engines.stack.kernels import ops
-from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS
+from fednorm.engines.stack.kernels.tiles import ALONE, DEPTH_PIXELS, FEW_ROWS
 from fednorm.engines.stack.rewrites.nodes import all_after, move_before, only_user, other_summand, output, replace_by
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
@@ -111,6 +111,27 @@ def take_in_parts(graph: Graph, update: Node) -> None:
     cat = grads[0] if len(grads) == 1 else None
     if isinstance(cat, Node) and cat.target is _aten.cat.default and cat.args[1:] == (1,) and len(cat.users) == 1:
         update.args = (update.args[0], list(cat.args[0]), *update.args[2:])  # type: ignore[call-overload]
+
+
+def take_in_products(graph: Graph, sgd: Node) -> None:
+    """SGD computes the gradients of large linear layers' weights itself where nothing else asks for them."""
+    value, gradients, velocity, *numbers = sgd.args[:6]
+    grads: Any = gradients
+    products = [_product(grad) for grad in grads]
+    layers = [product.args for product in products if product]
+    if layers:
+        left = [None if product else grad for grad, product in zip(grads, products, strict=True)]
+        sgd.args = (value, left, velocity, *numbers, *map(list, zip(*layers, strict=True)))  # type: ignore[assignment]
+
+
+def _product(grad: Any) -> Node | None:
+    """The operator that makes a gradient, if it is that of large weights from few rows, and the gradient's only use."""
+    while isinstance(grad, Node) and grad.target is _aten.reshape.default and len(grad.users) == 1:
+        grad = grad.args[0]
+    if not isinstance(grad, Node) or grad.target is not _own.linear_weight_grad.default or len(grad.users) != 1:
+        return None
+    weights, x = grad.meta["val"], grad.args[0].meta["val"]  # type: ignore[union-attr]
+    return grad if weights[0].numel() >= ALONE and x.shape[1] <= FEW_ROWS else None
 
 
 def share_moments(graph: Graph, norm: Node) -> None:
