@@ -37,9 +37,8 @@ ROUNDS = 4
 SILENCE = 40
 """Seconds; a job says every ten that it lives, and on a busy machine some later."""
 FAILED = {"FINISHED:EXECUTION_EXCEPTION", "FINISHED:ABNORMAL"}
-"""What NVFlare calls a job that failed and said why. The second where its server did not hear in time how the server's
-job ended: two seconds after that process is gone it looks no longer, and what it then learns is that a site, whose
-process was killed, has no outcome to report."""
+"""What NVFlare calls a job that failed and said why: the second where the word of the server's job, that it failed, came
+too late or not at all. Then all that NVFlare knows is that a site of the job is gone, a fault of the infrastructure."""
 
 
 @pytest.fixture(scope="module")
