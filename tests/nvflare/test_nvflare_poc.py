@@ -38,7 +38,7 @@ SILENCE = 40
 """Seconds; a job says every ten that it lives, and on a busy machine some later."""
 FAILED = {"FINISHED:EXECUTION_EXCEPTION", "FINISHED:ABNORMAL"}
 """What NVFlare calls a job that failed and said why: the second where the word of the server's job that it failed came
-too late, or not at all. All that NVFlare knows then is that a site of the job is gone: a fault of the infrastructure."""
+too late, or not at all. All that NVFlare knows then is that a site of the job is gone, for it a broken machine."""
 
 
 @pytest.fixture(scope="module")
