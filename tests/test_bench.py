@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -88,7 +91,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
             before = json.loads(file.read_text())["sections"]["gpu"]["measurements"]
             process.send_signal(signal.SIGINT)
             break
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (130, f"stopped; what was measured is in {file}\n")
     assert "central eager" in out
     found = json.loads(file.read_text())
@@ -444,6 +447,22 @@ def test_the_commit_is_named_found_or_unknown(monkeypatch: pytest.MonkeyPatch, t
     facts = machine.describe_machine(CPU, ["fednorm", "bench", "--out", "a b"])
     assert facts["command"] == "fednorm bench --out 'a b'"
     assert facts["hardware"]["gpu"] is None
+
+
+def test_a_look_at_the_commit_leaves_the_checkout_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that is killed, or whose disk is full, leaves no lock in its user's repository."""
+    monkeypatch.delenv("FEDNORM_COMMIT", raising=False)
+    file = tmp_path / "fednorm" / "__init__.py"
+    file.parent.mkdir()
+    file.write_text("")
+    me = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for words in (("init", "-q"), ("add", "."), (*me, "commit", "-q", "-m", "first")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    os.utime(file, (0, 0))  # git would note that the file is the same although its time is another
+    index = (tmp_path / ".git" / "index").read_bytes()
+    monkeypatch.setattr(environment, "__file__", str(file.parent / "running" / "environment.py"))
+    assert re.fullmatch(r"[0-9a-f]{40}", environment.commit())
+    assert (tmp_path / ".git" / "index").read_bytes() == index
 
 
 def test_the_async_section_sets_arrivals_beside_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

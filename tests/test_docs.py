@@ -185,7 +185,7 @@ def test_the_page_on_the_two_halves_gives_the_numbers_of_the_simulator(tmp_path:
             own = (data.x[rows], data.y[rows])
             given = (tmp_path, f"client-{client}", tiny.residual_net(), own, plan.task, served.done)
             pool.submit(page["take_part"], connect, *given)
-        assert digest(served.result(60)) == expected
+        assert digest(served.result(600)) == expected
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def plan(method: str = "fedavg", *, data: Federation | None = None, **changes: A
 
 def played(method: str = "fedavg", **changes: Any) -> dict[str, Any]:
     return tiny.fingerprint(tiny.play(plan(method, **changes)))
+
+
+def ended(*processes: BaseProcess) -> bool:
+    """Whether processes have ended; one that was told to may need a core for that, and those may be taken."""
+    for process in processes:
+        process.join(60)
+    return not any(process.is_alive() for process in processes)
 
 
 # -- which way data are read --
@@ -145,7 +153,7 @@ def test_the_stack_and_reading_processes_change_nothing(method: str) -> None:
     stacked = tiny.play(plan(method, engine__name="stacked", engine__loaders=1, **changes))
     for key, value in stacked.server.tree.items():
         torch.testing.assert_close(value, here.server.tree[key], rtol=1e-9, atol=1e-11)
-    assert multiprocessing.active_children() == []  # also while what was played is still there
+    assert ended(*multiprocessing.active_children())  # also while what was played is still there
 
 
 @pytest.mark.slow
@@ -286,7 +294,7 @@ def test_reading_processes_end_with_their_data() -> None:
     rows.cycle = rows  # type: ignore[attr-defined]
     del rows, data
     gc.collect()
-    assert not reader.is_alive()
+    assert ended(reader)
 
 
 @pytest.mark.slow
@@ -314,7 +322,7 @@ def test_memory_stays_bounded_for_a_set_that_is_larger(tmp_path: Path) -> None:
         """
     )
     (tmp_path / "large.py").write_text(script)
-    done = subprocess.run([sys.executable, "large.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "large.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     # One MB an example: 900 MB in all, 50 examples at a time, of which some copies are made on the way.
     assert int(done.stdout.splitlines()[-1]) < 300 << 10

@@ -25,7 +25,7 @@ from fednorm.halves.mine import ClientState
 from fednorm.halves.state_bytes import pack_states, unpack_states
 from fednorm.running.folder import RunFolder
 from fednorm.running.store import Store
-from test_cli_signals import EVERY_OTHER, committed, wait_for_rounds
+from test_cli_signals import EVERY_OTHER, PATIENCE, committed, wait_for_rounds
 
 TESTS = Path(__file__).parent
 LONG = (*TINY, *EVERY_OTHER, "--rounds", "60", "--set", "eval.every=60", "--method", "fedbn+local-momentum")
@@ -49,11 +49,11 @@ def torchrun(*arguments: object, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.terminate()  # torchrun ends its ranks; killed, it could not
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
 
 

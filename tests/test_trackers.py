@@ -70,7 +70,7 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path) -> None:
 
 def wandb_records(folder: Path, ends: int) -> list[Any]:
     """Records of offline files, once the process that writes them has written that many ends of runs."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 600
     while True:
         records = list(_written(folder))
         if sum(each.HasField("exit") for each in records) == ends:

@@ -2,8 +2,10 @@
 
     python examples/nvflare/poc.py          # prepares, starts, submits, fetches the result, stops: about two minutes
 
-`nvflare poc prepare` makes the kits. Three things are changed in them before they start: the server's address, so that
-it listens on loopback only; the port; and each site's list of classes that a job without code of its own may name.
+`nvflare poc prepare` makes the kits. Before they start, the server is made to listen on loopback only, at a port of its
+own, and to keep its jobs in a folder of its own: all that NVFlare prepares on one machine have the same, and take each
+other's jobs. Each site's list of classes gets those that a job without code of its own may name, and whoever waits for
+an answer waits longer than NVFlare's few seconds, in which a busy machine does not answer.
 """
 
 import json
@@ -19,10 +21,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nvflare.recipe.prod_env import ProdEnv
+from nvflare.recipe.session_mgr import SessionManager
 
 from fednorm.nvflare import Recipe
 
 SITES = ("site-1", "site-2")
+ANSWER, JOB = 120.0, 600.0
+"""Seconds to wait for an answer, and for the end of a job; an idle machine needs one and thirty."""
 
 
 def processes(wanted: Callable[[list[str]], bool]) -> list[int]:
@@ -56,6 +61,14 @@ def listening(pids: list[int]) -> set[str]:
     return found
 
 
+class PatientEnv(ProdEnv):
+    """NVFlare's own, which gives a server five seconds to answer a command and cannot be told otherwise."""
+
+    def _get_session_manager(self) -> SessionManager:
+        kit = {"username": self.username, "startup_kit_location": self.startup_kit_location}
+        return SessionManager({**kit, "timeout": ANSWER, "command_timeout": ANSWER})
+
+
 class Poc:
     """The kits of a proof of concept in a folder, and the processes that run them."""
 
@@ -67,26 +80,36 @@ class Poc:
         bin_folder = Path(sys.executable).parent  # the kits' scripts call python3
         own = {"HOME": str(folder), "NVFLARE_POC_WORKSPACE": str(folder / "poc"), "OMP_NUM_THREADS": "1"}
         self._started: list[subprocess.Popen[bytes]] = []
+        self._place = socket.socket()
         self.env = {**os.environ, **own, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
 
     def prepare(self) -> None:
         """Make the kits, for a port that is free."""
         command = [sys.executable, "-m", "nvflare.cli", "poc", "prepare", "-n", str(len(SITES)), "--force"]
         subprocess.run(command, env=self.env, check=True, capture_output=True)  # noqa: S603
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        # Bound until the end, so that no other program is given the port, also while the server is started again. It
+        # does not listen, and so lets the server have it, which like this says that it would share.
+        self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._place.bind(("127.0.0.1", 0))
+        self.port = self._place.getsockname()[1]
         for file in self.kits.glob("*/startup/fed_*.json"):
             text = file.read_text().replace("server:8002", "localhost:8002")
             file.write_text(text.replace("8002", str(self.port)))
+        admin = self.admin / "startup" / "fed_admin.json"
+        said = json.loads(admin.read_text())
+        said["admin"] |= {"authenticate_msg_timeout": ANSWER, "file_download_progress_timeout": ANSWER}
+        admin.write_text(json.dumps(said, indent=2))
         for kit in ("server", *SITES):
             self.permit(kit, "fednorm.nvflare.")
 
     def permit(self, kit: str, prefix: str) -> None:
         """Let jobs that bring no code name classes of ours at a site; its owner does that once, by hand."""
         local = self.kits / kit / "local"
-        resources = json.loads((local / "resources.json.default").read_text())
+        text = (local / "resources.json.default").read_text().replace("/tmp/nvflare", str(self.folder / "kept"))  # noqa: S108
+        resources = json.loads(text)
         resources["class_allow_list"].append(prefix)
+        for server in resources.get("servers", ()):
+            server["admin_timeout"] = ANSWER
         (local / "resources.json").write_text(json.dumps(resources, indent=2))
 
     def start(self, kit: str) -> None:
@@ -113,7 +136,7 @@ class Poc:
     def said(self, kit: str, words: str) -> bool:
         return self.count(kit, words) > 0
 
-    def wait_for(self, kit: str, words: str, times: int = 1, seconds: float = 120) -> None:
+    def wait_for(self, kit: str, words: str, times: int = 1, seconds: float = JOB) -> None:
         """Wait until a kit's output has these words so often."""
         end = time.monotonic() + seconds
         while self.count(kit, words) < times:
@@ -123,9 +146,11 @@ class Poc:
 
     def submit(self, recipe: Recipe) -> tuple[str, Path]:
         """Run a job to its end: its status, and the folder of the run."""
-        run = recipe.execute(ProdEnv(startup_kit_location=str(self.admin), login_timeout=30))
-        folder = Path(str(run.get_result(timeout=300)))
-        return str(run.get_status()), folder / "workspace" / "fednorm"
+        run = recipe.execute(PatientEnv(startup_kit_location=str(self.admin)))
+        folder = run.get_result(timeout=JOB)
+        if folder is None:
+            raise RuntimeError("the job did not end, or its result did not come; see what NVFlare said")
+        return str(run.get_status()), Path(folder) / "workspace" / "fednorm"
 
     def listens_on(self) -> set[str]:
         """The addresses at which anybody could reach these processes."""
@@ -136,6 +161,7 @@ class Poc:
             self.kill(kit)
         for process in self._started:
             process.wait()
+        self._place.close()
 
 
 @contextmanager

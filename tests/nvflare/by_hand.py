@@ -17,6 +17,7 @@ from nvflare.client.config import ConfigKey, ExchangeFormat, TransferType
 from nvflare.client.in_process.api import TOPIC_GLOBAL_RESULT, TOPIC_LOCAL_RESULT, InProcessClientAPI
 from nvflare.fuel.data_event.data_bus import DataBus
 from nvflare.fuel.data_event.event_manager import EventManager
+from simulated import LIMIT
 
 from fednorm.halves.messages import Hello, Message, Request, Welcome
 from fednorm.nvflare import parts
@@ -53,7 +54,7 @@ def asked(script: Script, site: str, shareable: Shareable) -> tuple[Message | No
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     EventManager(bus).fire_event(TOPIC_GLOBAL_RESULT, shareable)
-    thread.join(timeout=60)
+    thread.join(timeout=LIMIT)
     bus.unsubscribe(TOPIC_LOCAL_RESULT, taken)
     door.close()
     assert not thread.is_alive()

@@ -23,7 +23,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.collab import CollabCallError, collab
 from nvflare.job_config.api import FedJob
-from simulated import own_files
+from simulated import LIMIT, own_files
 
 from fednorm.core.state import digest
 from fednorm.errors import FednormError
@@ -48,7 +48,9 @@ from fednorm.running.tensor_files import load_tree
 
 SITES = 3
 HERE = Path(__file__).parent
-SILENCE = 3.0
+TOLD = "told.json"
+WAIT, SILENCE = 0.5, 20.0
+"""of the calls of these runs; what a busy machine keeps a site from saying in time would be taken for its end"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Case:
 
     setup: Setup
     faults: tuple[str, ...] = ()
-    """such as `site-2 raises in 2`: what it does with the second job that it is given"""
+    """such as `site-2 raises in 2`: what it does with the second job that it is given; `waits`: see `OddSite._wait`"""
 
 
 class Several(FLComponent):
@@ -69,11 +71,11 @@ class Several(FLComponent):
 
     @collab.main
     def run(self) -> None:
-        calls.WAIT, calls.SILENCE = 0.5, SILENCE
+        calls.WAIT, calls.SILENCE = WAIT, SILENCE
         fl_ctx = collab.fl_ctx
         for name, setup in self.setups.items():
-            said, told = Setup.from_json(setup), list[str]()
-            folder = Path(self.folder) / name
+            said, folder = Setup.from_json(setup), Path(self.folder) / name
+            told = Told(folder / TOLD)
             state = server_file(Path(str(said.state_dir)), str(said.run_id))
             proxies = {site.name: site.get_child(name) for site in collab.clients}
             try:
@@ -82,8 +84,18 @@ class Several(FLComponent):
                 play(course, Calls(proxies, collab.context.is_aborted), told.append)
             except FednormError as error:
                 told.append(f"the end: {type(error).__name__}: {error}")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "told.json").write_text(json.dumps(told))
+
+
+class Told(list[str]):
+    """What the server said, and in a file, where sites can read it while the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        self._path.write_text(json.dumps(self))
 
 
 class OddSite(NormSite):
@@ -133,9 +145,18 @@ class OddSite(NormSite):
         self._numbers.add(request.address.number)
         for fault in self.faults:
             site, what, _, which = fault.split()
-            if what in FAULTS and (site, which) == (member.name, str(len(self._numbers))):
-                return FAULTS[what](found)
+            if (site, which) == (member.name, str(len(self._numbers))):
+                if what == "waits":
+                    self._wait()
+                elif what in FAULTS:
+                    return FAULTS[what](found)
         return found
+
+    def _wait(self) -> None:
+        """Hold an answer back until the server has told of a site: whose failure comes first is then no chance."""
+        end, told = time.monotonic() + LIMIT, Path(self.folder) / TOLD
+        while "site '" not in told.read_text() and time.monotonic() < end:
+            time.sleep(0.05)
 
 
 class Noting(DXOFilter):
@@ -166,11 +187,6 @@ def _dies(answer: Update) -> Message:
     os._exit(3)
 
 
-def _sleeps(answer: Update) -> Message:
-    time.sleep(4)
-    return answer
-
-
 def _leaks(answer: Update) -> Message:
     return replace(answer, shared={**answer.shared, "layers.1.running_mean": torch.zeros(16)})
 
@@ -186,7 +202,6 @@ def _chats(answer: Update) -> Message:
 FAULTS = {
     "raises": _raises,
     "dies": _dies,
-    "sleeps": _sleeps,
     "leaks": _leaks,
     "diverges": _diverges,
     "chats": _chats,
@@ -250,7 +265,7 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def told(folder: Path, name: str) -> list[str]:
     """What the server said, and why the run ended where it ended early."""
-    return json.loads((folder / name / "told.json").read_text())
+    return json.loads((folder / name / TOLD).read_text())
 
 
 def left(folder: Path, name: str, run: str = "") -> dict[str, Any]:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from fednorm.running.config import RunConfig, all_fields, updated
 
 HERE = Path(__file__).parent
+LIMIT = 1000
+"""Seconds after which a process has hung that takes one minute at most where nobody else is at work."""
 TINY = {
     "model": "fedbs_mnist_cnn",
     "rounds": 3,

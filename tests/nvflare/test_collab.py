@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("nvflare")
 
-from collab_several import Case, in_engine, left, rows, setup_of, start, told
+from collab_several import SILENCE, WAIT, Case, in_engine, left, rows, setup_of, start, told
 
 from fednorm.core.state import Policy
 from fednorm.halves.wire_files import load_mine
@@ -46,7 +46,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case("leaks", "site-2 leaks in 2")
     case("diverges", "site-1 diverges in 2")
     case("spies", "site-1 spies on site-2")
-    case("sleeps", "site-3 sleeps in 2", wait=1.0)
+    case("waits", "site-3 waits in 2", wait=10.0)
     case("strict", "site-2 raises in 2", quorum=None)
     case("first_half", run_id="halves", rounds=2, quorum=None)
     case("second_half", run_id="halves", rounds=4, quorum=None)
@@ -93,8 +93,8 @@ LEFT_OUT = {
     "raises": ("site-2", "ValueError: the graphics card melted"),
     "chats": ("site-2", "it sent a hello where an answer was expected"),
     "leaks": ("site-2", "client 1, exchange 2, entry 'layers.1.running_mean': was not expected"),
-    "sleeps": ("site-3", "it had no answer after 1 s"),
-    "dies": ("site-3", "it gave no sign of life for 3.5 s"),
+    "waits": ("site-3", "it had no answer after 10 s"),
+    "dies": ("site-3", f"it gave no sign of life for {WAIT + SILENCE:g} s"),
 }
 
 

@@ -53,9 +53,10 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case("two", "fedbuff(b=2)+fedbn", rounds=6, concurrency=2)
     case("first_half", ONE_BY_ONE["buffered"], run_id="halves", rounds=2, concurrency=1)
     case("second_half", ONE_BY_ONE["buffered"], run_id="halves", concurrency=1)
-    case("again", "fedbuff(b=2)+fedbn", "site-2 raises in 1", quorum=0.6, retries=1)
-    case("without", "fedbuff(b=2)+fedbn", "site-2 diverges in 1", quorum=0.6)
-    case("strict", "fedbuff(b=2)+fedbn", "site-2 raises in 1")
+    others = ("site-1 waits in 1", "site-3 waits in 1")  # else the run may be over before site-2 has failed
+    case("again", "fedbuff(b=2)+fedbn", "site-2 raises in 1", *others, quorum=0.6, retries=1)
+    case("without", "fedbuff(b=2)+fedbn", "site-2 diverges in 1", *others, quorum=0.6)
+    case("strict", "fedbuff(b=2)+fedbn", "site-2 raises in 1", *others)
     case("dies", "fedbuff(b=2)+fedbn", "site-3 dies in 1", quorum=0.6)  # the last: its process is gone
     start(folder, runs)
     return folder

@@ -17,6 +17,7 @@ from nvflare.apis.fl_constant import FilterKey, FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.private.privacy_manager import Scope
 from nvflare.recipe import SimEnv
+from simulated import LIMIT
 
 from fednorm.core.state import digest
 from fednorm.errors import ConfigError, StateError, WireError
@@ -193,7 +194,7 @@ class Slow:
         self.go_on = threading.Event()
 
     def __call__(self) -> Message:
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(LIMIT)
         return HELLO
 
 
@@ -202,7 +203,7 @@ def test_a_desk_says_nothing_while_work_goes_on_and_then_its_answer_as_often_as_
     assert desk.begin(slow, 0.01) == b""
     assert desk.more(0.01) == b""
     slow.go_on.set()
-    assert wire.decode(desk.more(20)) == HELLO
+    assert wire.decode(desk.more(LIMIT)) == HELLO
     assert wire.decode(desk.more(0)) == HELLO
 
 
@@ -211,7 +212,7 @@ def test_a_desk_does_one_thing_after_the_other() -> None:
     desk.begin(slow, 0.01)
     assert desk.begin(lambda: Refusal("the second"), 0.05) == b""
     slow.go_on.set()
-    assert wire.decode(desk.more(20)) == Refusal("the second")
+    assert wire.decode(desk.more(LIMIT)) == Refusal("the second")
 
 
 def failing(error: Exception) -> Message:
@@ -222,8 +223,8 @@ def test_what_fails_at_a_desk_is_told_and_does_not_stop_it() -> None:
     desk = Desk()
     with pytest.raises(WireError, match="nothing was begun here; ask this site anew"):
         desk.more(0)
-    told = desk.begin(lambda: failing(StateError("its state was lost")), 20)
+    told = desk.begin(lambda: failing(StateError("its state was lost")), LIMIT)
     assert wire.decode(told) == Refusal("its state was lost")
     with pytest.raises(ValueError, match="a mistake in somebody's code"):
-        desk.begin(lambda: failing(ValueError("a mistake in somebody's code")), 20)
-    assert wire.decode(desk.begin(lambda: HELLO, 20)) == HELLO
+        desk.begin(lambda: failing(ValueError("a mistake in somebody's code")), LIMIT)
+    assert wire.decode(desk.begin(lambda: HELLO, LIMIT)) == HELLO

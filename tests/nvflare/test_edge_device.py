@@ -27,6 +27,7 @@ from nvflare.edge.web.models.task_request import TaskRequest
 from nvflare.edge.web.models.task_response import TaskResponse
 from nvflare.edge.web.routing_proxy import FilteredJSONProvider, handle_api_error
 from nvflare.edge.web.views.feg_views import api_query, feg_bp
+from simulated import LIMIT
 from werkzeug.serving import make_server
 
 from fednorm.nvflare.edge.device import main
@@ -93,7 +94,7 @@ def start(leaf: Leaf, address: str) -> subprocess.Popen[str]:
 
 def test_a_device_of_its_own_does_a_whole_run_over_http(served: tuple[Leaf, str]) -> None:
     leaf, address = served
-    out, told = start(leaf, address).communicate(timeout=200)
+    out, told = start(leaf, address).communicate(timeout=LIMIT)
     assert leaf.played.over, told
     assert out == ""
     assert "the job is over; 5 answers were sent" in told  # hello, three versions, the last one's test

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("nvflare")
 
+from simulated import LIMIT
+
 pytestmark = pytest.mark.nvflare
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nvflare" / "edge"
@@ -20,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "nvflare" / "edge"
 def test_the_simulators_example_ends_with_every_devices_own_score(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "simulate.py"), str(tmp_path / "work")]
     env = {**os.environ, "HOME": str(tmp_path)}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     made = re.findall(r"^version (\d): devices \[\d, \d\], staleness \[\d+, \d+\], loss \d", done.stdout, re.MULTILINE)
     assert made == [str(version) for version in range(1, 9)]

@@ -16,6 +16,7 @@ pytest.importorskip("nvflare")
 
 import torch
 from edge_desk import small
+from simulated import LIMIT
 
 from fednorm.core.state import Tree, digest
 from fednorm.halves.wire_files import load_mine
@@ -38,13 +39,14 @@ PLAY = f"""
 import sys
 sys.path.insert(0, {str(HERE)!r})
 from edge_desk import small
+from simulated import LIMIT
 from edge_probe import ProbingProcessor
 from fednorm.nvflare import EdgeRecipe
 
 if __name__ == "__main__":
     recipe = EdgeRecipe(
         config=small(**{FIELDS!r}), leaves={LEAVES}, devices_per_leaf={EACH}, run_id="run", state_dir=sys.argv[1],
-        processor=ProbingProcessor, hello_timeout=120.0,
+        processor=ProbingProcessor, hello_timeout={LIMIT / 2},
     )
     recipe.execute(recipe.simulator(workspace_root=sys.argv[2]))
 """
@@ -61,7 +63,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     known = {"HOME": str(folder), "PROBE": str(folder / "probe"), "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / "log").open("wb") as log:
         done = subprocess.run(
-            command, env={**os.environ, **known}, cwd=folder, stdout=log, stderr=log, timeout=280, check=False
+            command, env={**os.environ, **known}, cwd=folder, stdout=log, stderr=log, timeout=LIMIT, check=False
         )
     assert done.returncode == 0, (folder / "log").read_text()[-4000:]
     return folder

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nvflare.apis.fl_context import FLContext
+from simulated import LIMIT
 
 from fednorm.halves.wire_files import load_mine
 from fednorm.nvflare.watch import Watch
 
-pytestmark = [pytest.mark.nvflare, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.nvflare
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "nvflare"
@@ -30,7 +31,7 @@ def test_the_page_shows_parts_of_the_examples() -> None:
 def test_a_script_becomes_fedbn_in_the_simulator(tmp_path: Path) -> None:
     """The three lines are enough: ten rounds of the script learn what features, in units of each site's own, mean."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "simulate.py")], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, str(EXAMPLES / "simulate.py")], capture_output=True, text=True, check=False, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr[-2000:]
     said = re.fullmatch(r"fedbn: ([0-9.]+) % right, each site on examples of its own", done.stdout.splitlines()[-1])
@@ -56,7 +57,7 @@ recipe.execute(SimEnv(num_clients=2, workspace_root=sys.argv[1]))
 def test_a_script_may_run_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Its site still tells one line a round, and keeps its state in its own workspace."""
     command = [sys.executable, "-c", APART, str(tmp_path)]
-    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False, timeout=LIMIT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(list(tmp_path.rglob("fednorm/model.safetensors"))) == 1
     for site in ("site-1", "site-2"):
@@ -77,13 +78,14 @@ class Talker:
         self.told.append(client_name)
 
 
-def test_a_site_is_silent_once_nothing_was_heard_for_so_long() -> None:
+def test_a_site_is_silent_once_nothing_was_heard_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("fednorm.nvflare.watch.time", SimpleNamespace(monotonic=lambda: now))
     talker = Talker()
     watch = Watch(talker)
     assert watch.seconds == 600
-    watch.seconds = 0.2
     assert not watch.is_silent("site-1")  # never heard of: it begins now
-    time.sleep(0.3)
+    now += 601
     talker.client_is_active("site-2", "jobHeartbeat", FLContext())
     assert watch.is_silent("site-1")
     assert not watch.is_silent("site-2")

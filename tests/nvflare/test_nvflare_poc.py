@@ -29,12 +29,16 @@ from fednorm.running.store import Store
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "nvflare"
 sys.path.insert(0, str(EXAMPLES))
-from poc import SITES, Poc, running  # noqa: E402 (an example, no module of ours)
+from poc import JOB, SITES, Poc, running  # noqa: E402 (an example, no module of ours)
 from submit import recipe  # noqa: E402
 
-pytestmark = [pytest.mark.nvflare, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nvflare, pytest.mark.timeout(2400)]
 ROUNDS = 4
-SILENCE = 15
+SILENCE = 40
+"""Seconds; a job says every ten that it lives, and on a busy machine some later."""
+FAILED = {"FINISHED:EXECUTION_EXCEPTION", "FINISHED:ABNORMAL"}
+"""What NVFlare calls a job that failed and said why: the second where the word of the server's job that it failed came
+too late, or not at all. All that NVFlare knows then is that a site of the job is gone, for it a broken machine."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def submitted(poc: Poc, run_id: str) -> subprocess.Popen[str]:
 
 def ended(job: subprocess.Popen[str]) -> tuple[str, Path]:
     """The status that a job ended with, and the folder of its run."""
-    lines = job.communicate(timeout=300)[0].splitlines()
+    lines = job.communicate(timeout=2 * JOB)[0].splitlines()
     status, result = json.loads(lines[-1])
     return status, Path(result)
 
@@ -99,7 +103,7 @@ def answer_to(poc: Poc, context: ssl.SSLContext) -> bytes:
     """What the server's one port answers to a request; nothing where it hangs up."""
     try:
         with (
-            socket.create_connection(("localhost", poc.port), timeout=20) as plain,
+            socket.create_connection(("localhost", poc.port), timeout=120) as plain,
             context.wrap_socket(plain, server_hostname="localhost") as secured,
         ):
             secured.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -130,12 +134,12 @@ def test_a_killed_run_goes_on_to_the_same_bits(poc: Poc) -> None:
         seen = poc.count("server", mark)
         job = submitted(poc, "cut")
         poc.wait_for("server", mark, times=seen + 1)
-        time.sleep(0.5)
+        time.sleep(0.5)  # nothing hangs on it: the sites are at work by then, or will soon be
         return job
 
     job = cut(after=1)
     poc.kill("site-1", "worker_process")
-    assert ended(job)[0] == "FINISHED:EXECUTION_EXCEPTION"
+    assert ended(job)[0] in FAILED
 
     job = cut(after=2)
     assert poc.said("server", f"run 'cut' goes on after round 1 of {ROUNDS}")
@@ -154,7 +158,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(poc: Poc) -> None:
     poc.kill("site-2")
     poc.start("site-2")
     poc.wait_for("site-2", "Successfully registered client", times=registered + 1)
-    assert ended(job)[0] == "FINISHED:EXECUTION_EXCEPTION"
+    assert ended(job)[0] in FAILED
     gone = f"it was not heard of for {SILENCE} seconds; its job there is gone"
     assert poc.said("server", f"site 'site-2', round 4: {gone}")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from simulated import Net
+from simulated import LIMIT, Net
 
 from fednorm.halves.wire_files import load
 
-pytestmark = [pytest.mark.nvflare, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.nvflare
 
 HERE = Path(__file__).parent
 ROUNDS = 3
@@ -43,7 +43,7 @@ recipe.execute(SimEnv(num_clients=2, workspace_root={str(folder / "sim")!r}))
 """
     env = {**os.environ, "HOME": str(folder), "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code], cwd=HERE, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 

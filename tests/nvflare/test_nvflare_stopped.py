@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from simulated import HERE
+from simulated import HERE, LIMIT
 
 from command import fednorm
 from fednorm.halves.wire_files import load
@@ -30,9 +30,9 @@ def started(folder: Path) -> list[int]:
     return processes(lambda words: any(str(folder) in word for word in words))
 
 
-def until(seconds: float, so: Callable[[], bool]) -> None:
+def until(so: Callable[[], bool]) -> None:
     """Wait for something to be true."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + LIMIT
     while not so():
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -47,15 +47,15 @@ def test_a_signal_ends_all_processes_and_loses_nothing_that_was_merged(tmp_path:
     env = {**os.environ, "TMPDIR": str(workspaces)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         kept = state / "mine" / "server"
-        until(120, lambda: kept.exists() and len(load(kept)[0]["rows"]) > 1)
+        until(lambda: kept.exists() and len(load(kept)[0]["rows"]) > 1)
         at_work = started(workspaces)
         assert len(at_work) >= 3  # the simulator and two sites
         assert listening(at_work) == {"127.0.0.1"}
         run.send_signal(signal.SIGTERM)
-        out, err = run.communicate(timeout=60)
+        out, err = run.communicate(timeout=LIMIT)
     assert (run.returncode, out) == (128 + signal.SIGTERM, "")
     assert err == f"stopped; continue with the same --run-id mine and --state-dir {state}\n"
-    until(60, lambda: not started(workspaces))
+    until(lambda: not started(workspaces))
     assert list(workspaces.glob("fednorm-nvflare-*")) == []
     assert not (tmp_path / "first").exists()
     rounds = len(load(kept)[0]["rows"])

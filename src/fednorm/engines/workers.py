@@ -298,7 +298,7 @@ class WorkerLost(FednormError):
 
 
 def _lost(worker: Worker, when: str) -> WorkerLost:
-    worker.process.join(5)
+    worker.process.join(60)  # its pipe is closed, so it is as good as gone
     code = worker.process.exitcode or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return WorkerLost(how, when)

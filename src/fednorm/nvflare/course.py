@@ -193,8 +193,9 @@ class Course:
         if server.round > len(self.ledger.rows):
             row = self.ledger.add(server.row, server.reports, self._scores)
             self._scores = None
-            self.say(self._told(row))
         self._save()
+        if row is not None:
+            self.say(self._told(row))
         return row
 
     def end(self) -> None:

@@ -51,8 +51,9 @@ def commit() -> str:
 
     def git(*arguments: str) -> str:
         try:
+            # Only to look: `git status` would write the index anew, and ended in that, leave a lock behind.
             done = subprocess.run(  # noqa: S603
-                ["git", *arguments],  # noqa: S607
+                ["git", "--no-optional-locks", *arguments],  # noqa: S607
                 cwd=source,
                 capture_output=True,
                 text=True,

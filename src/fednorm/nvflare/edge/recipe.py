@@ -30,6 +30,9 @@ EDGE = ("nvflare.edge.",)
 """what a class_allow_list must have beside fednorm itself: NVFlare lists none of its own edge parts"""
 INTERVAL = 0.2
 """Seconds between two reports of a node; NVFlare's own are 1."""
+JOB_TIMEOUT = 24 * 3600.0
+"""Seconds that simulated devices wait for the run to begin; they end with their leaf. After NVFlare's own 60 they would
+be gone for good where the server, or a busy machine, takes longer to begin."""
 QUORUM, RETRIES = 0.5, 2
 """engine.quorum and engine.retries of a run on devices that does not say"""
 
@@ -99,7 +102,8 @@ class EdgeRecipe(FlareRecipe):
         if devices_per_leaf:
             first = {leaf: index * devices_per_leaf for index, leaf in enumerate(self.leaves)}
             of_leaf = job.to_clients(processor(run, first), id="task_processor")
-            job.to_clients(DeviceRunner(of_leaf, num_devices=devices_per_leaf, num_workers=1), id="tpo_runner")
+            runner = DeviceRunner(of_leaf, JOB_TIMEOUT, num_devices=devices_per_leaf, num_workers=1)
+            job.to_clients(runner, id="tpo_runner")
         super().__init__(job)
 
     def add_client_input_filter(self, filter: Filter, *options: Any, **more: Any) -> None:
