@@ -1,6 +1,7 @@
 """What a step of all clients cannot be faster than, counted on a network without numbers (torch's `meta` device).
 
-A client's step moves its weights, gradients and momentum: 30 bytes a parameter in bf16 with float32 masters. What the
+A client's step moves its weights, gradients and momentum: 30 bytes a parameter in bf16 with float32 masters (22 where a
+linear layer's gradient is never written down, which the bounds of the table leave out of account). What the
 forward pass keeps for the backward pass is written once and read once, 2 bytes a number each. Products are counted by
 torch, three times those of the forward pass, and every kernel costs some microseconds to launch.
 """
