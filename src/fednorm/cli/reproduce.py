@@ -136,9 +136,9 @@ def reproduce(
 
 def _refuse_for(what: str, given: Mapping[str, object]) -> None:
     """Refuse options that would be ignored."""
-    for option, value in given.items():
+    for name, value in given.items():
         if value not in (None, False):
-            raise ConfigError(f"{option} has no meaning with {what}; leave it out (see `fednorm reproduce --help`)")
+            raise ConfigError(f"{name} has no meaning with {what}; leave it out (see `fednorm reproduce --help`)")
 
 
 def _print_list(place: Place, json: bool) -> None:
