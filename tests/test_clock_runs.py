@@ -276,3 +276,9 @@ def test_a_dry_run_knows_the_clock(tmp_path: Path) -> None:
     done = command("run", *TINY, *ASYNC, "--dry-run", "--out", tmp_path / "run")
     assert done.code == 0, done.err
     assert "each of 2 clients sends" in done.out
+
+
+def test_a_strategy_says_what_its_options_take() -> None:
+    lines = command("strategies", "fedrevive").out.splitlines()
+    assert any(line.split()[:3] == ["statistics", "tracker", "tracker"] for line in lines)
+    assert next(line for line in lines if line.startswith("statistics ")).endswith("tracker or bn or none")

@@ -28,11 +28,11 @@ def what_was_seen(result: Result) -> str | None:
         known = {method: [score for score in scores if score is not None] for method, scores in by_then.items()}
         late = [method for method in pooled if len(known[method]) < len(by_then[method])]
         if late:
-            told = (
+            warning = (
                 f"At virtual time {time:.4g}, when the first method ended, {' and '.join(late)} had no score yet: the "
                 "scores above are of different times. Score more often (eval.every), or play more versions of it."
             )
-            return told if len(pooled) > 1 else None
+            return warning if len(pooled) > 1 else None
         pooled = {method: _cell(spread(scores)) for method, scores in known.items()}
         when = f" at virtual time {time:.4g}"
     federated = sorted((line["method"] for line in lines if line["bytes_per_round"]), key=lambda m: pooled[m]["mean"])
