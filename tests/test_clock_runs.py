@@ -15,6 +15,7 @@ import tiny
 from command import TINY
 from command import fednorm as command
 from fednorm.core.state import digest
+from fednorm.engines.clock.schedule import SCHEDULES
 from fednorm.errors import DivergedError, QuorumError
 from fednorm.running.clock_run import ClockRun
 from fednorm.running.plan import Plan
@@ -232,6 +233,21 @@ def test_what_is_refused(flags: tuple[str, ...], told: str, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("takes", "told"), [("float('nan')", "a compute of nan"), ("1 / 0", "ZeroDivisionError")])
+def test_a_schedule_of_a_user_is_tried_before_anything_is_written(takes: str, told: str, tmp_path: Path) -> None:
+    own = "import fednorm\n@fednorm.register_schedule('tried')\ndef tried(seed, client, job):\n    return 0, %s, 0\n"
+    (tmp_path / "own.py").write_text(own % takes)
+    flags = ("--async", "fedbuff(b=2)", "--times", "tried", "--use", tmp_path / "own.py", "--out", tmp_path / "run")
+    try:
+        done = command("run", *TINY, *flags)
+    finally:
+        SCHEDULES._known.pop("tried")  # pyright: ignore[reportPrivateUsage]
+    assert done.code == 2
+    assert told in done.err
+    assert done.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -260,3 +276,9 @@ def test_a_dry_run_knows_the_clock(tmp_path: Path) -> None:
     done = command("run", *TINY, *ASYNC, "--dry-run", "--out", tmp_path / "run")
     assert done.code == 0, done.err
     assert "each of 2 clients sends" in done.out
+
+
+def test_a_strategy_says_what_its_options_take() -> None:
+    lines = command("strategies", "fedrevive").out.splitlines()
+    assert any(line.split()[:3] == ["statistics", "tracker", "tracker"] for line in lines)
+    assert next(line for line in lines if line.startswith("statistics ")).endswith("tracker or bn or none")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from command import fednorm
+from fednorm.errors import ConfigError
 from fednorm.running.cells import Cell
 from fednorm.running.records import OnRow
 from fednorm.studies.client_statistics import Look
@@ -160,6 +161,21 @@ def test_the_list_names_every_experiment(tmp_path: Path) -> None:
     }
 
 
+def test_the_queue_speaks_json(tmp_path: Path) -> None:
+    places = ("--results", tmp_path / "results", "--work", tmp_path / "work", "--data-dir", tmp_path / "none")
+    done = fednorm("reproduce", "--next", "--json", *places)
+    assert done.json == {"played": 0, "results": str(tmp_path / "results")}
+    assert "cifar10 is not here" in done.err
+
+
+def test_results_that_cannot_be_kept_are_not_computed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    here = Place(Library(tmp_path / "file" / "results"), tmp_path / "work", device="cpu")
+    with pytest.raises(ConfigError, match="file/results' cannot be written: Not a directory; choose another place"):
+        play_runs(wanted_runs(study("fedavg").cells(), [0]), here, unwatched)
+    assert not (tmp_path / "work").exists()
+
+
 @pytest.mark.slow
 def test_a_quick_study_prints_its_table_and_says_what_it_is(tmp_path: Path) -> None:
     arguments = ["reproduce", "fixbn.tH", "--quick", "--methods", "fixbn", "--work", str(tmp_path), "-q"]
@@ -182,6 +198,15 @@ def test_a_quick_study_prints_its_table_and_says_what_it_is(tmp_path: Path) -> N
         (["fixbn.t1", "--precision", "fp8"], "--precision fp8 is not known; give fp32, tf32 or bf16"),
         (["--next", "--minutes", "-1"], "--minutes -1.0 is out of range; give a number above 0"),
         (["fixbn.t1", "--seeds", "x"], "--seeds x cannot be read"),
+        (["fixbn.t1", "--seeds", ""], "--seeds cannot be read; give a number of seeds"),
+        (["fixbn.t1", "--seeds", "99999999999"], "--seeds 99999999999 is out of range; give at most 1,000"),
+        (["fixbn.t1", "--methods", ""], "method of fixbn.t1 '' is not known"),
+        (["fixbn.t1", "--minutes", "3"], "--minutes has no meaning with 'fixbn.t1'; leave it out"),
+        (["--list", "--show"], "--show has no meaning with --list; leave it out"),
+        (["--next", "--quick"], "--quick has no meaning with --next; leave it out"),
+        (["--next", "--seeds", "1"], "--seeds has no meaning with --next; leave it out"),
+        (["--next", "--methods", "fixbn"], "--methods has no meaning with --next; leave it out"),
+        (["fixbn.t1", "--quick", "--results", "x"], "--results x is for the papers' settings, and a quick run is not"),
     ],
 )
 def test_wrong_input_is_refused_in_a_line(arguments: list[str], text: str) -> None:

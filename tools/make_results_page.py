@@ -31,6 +31,9 @@ sample standard deviation over the seeds. `best round` is the mean of each seed'
 test**, stands here only because a paper may have done so, and is no result. A table has the cells that have runs;
 a reading other than the main one is named in brackets behind its method.
 
+In pictures a line is the mean over the seeds and the band behind it their range; whiskers are standard deviations, and
+are absent where there is one seed or a paper gives none. Dotted lines are what was published.
+
 `fednorm reproduce --next` plays what is open, in the order of this list.
 """
 

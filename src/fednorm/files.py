@@ -201,8 +201,8 @@ def refuse_depth(value: Any) -> Any:
     return value
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file that belongs to a run."""
+def read_json(path: Path, fix: str = "start the run anew") -> Any:
+    """Read a JSON file that belongs to a run; `fix` is what to do where it is damaged."""
     try:
         return refuse_depth(json.loads(read_bounded(path)))
     except (FileNotFoundError, NotADirectoryError):
@@ -210,6 +210,6 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"'{path}' cannot be read: {error.strerror}; give a folder that you may read") from None
     except RecursionError:
-        raise CheckpointError(f"'{path}' is damaged (nested too deeply); start the run anew") from None
+        raise CheckpointError(f"'{path}' is damaged (nested too deeply); {fix}") from None
     except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
-        raise CheckpointError(f"'{path}' is damaged ({first_line(error)}); start the run anew") from None
+        raise CheckpointError(f"'{path}' is damaged ({first_line(error)}); {fix}") from None

@@ -49,7 +49,10 @@ def test_what_was_seen_compares_at_the_same_time() -> None:
         "On the pooled test at virtual time 2, among federated methods with one global model, fedbuff+fedavg came out "
         "best (41.0) and sync+fedavg worst (25.0)."
     )
-    assert what_was_seen(Result((quick, slow))) is None
+    assert what_was_seen(Result((quick, slow))) == (
+        "At virtual time 2, when the first method ended, sync+fedavg had no score yet: the scores above are of "
+        "different times. Score more often (eval.every), or play more versions of it."
+    )
 
 
 def test_lower_may_be_better() -> None:

@@ -99,6 +99,16 @@ def test_a_strategy_may_add_parts_to_the_method() -> None:
     assert joined(Strategy(name="plain"), "fedprox") == parse("fedprox")
 
 
+@pytest.mark.parametrize("method", ["fixbn", "fedbn(report=true)", "posthoc"])
+def test_trackers_that_nobody_named_are_explained(method: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        joined(parse_strategy("fedrevive"), method)
+    assert str(error.value).endswith(
+        " ('tracker' is what FedRevive's default statistics=tracker adds; fedrevive(statistics=bn) matches BatchNorm's "
+        "own statistics in its place, fedrevive(statistics=none) none)"
+    )
+
+
 def test_what_is_registered_must_be_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy_registry, "_REGISTRY", dict(known_strategies()))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,3 +228,52 @@ def test_a_study_is_open_partly_done_or_done(tmp_path: Path) -> None:
     assert (found.state, found.cells, found.done, found.begun) == ("partly", 2, 1, 2)
     library.save(record(main[0].config, 1.0, seed=1))
     assert standing(study, library).state == "done"
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        ({"run": 5}, "TypeError: 'int' object is not subscriptable"),
+        ({"run": {}}, "KeyError: 'metric'"),
+        ({"key": []}, "TypeError: key is list"),
+        ({"environment": None}, "TypeError: environment is NoneType"),
+        ({"train_loss": {"round": [1], "loss": []}}, "ValueError: it has no scores, or not as many losses as rounds"),
+        ({"probes": [3]}, "TypeError: 'int' object is not subscriptable"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_name_before_it_is_used(
+    tmp_path: Path, damage: dict[str, object], why: str
+) -> None:
+    path = Library(tmp_path).save(record(RunConfig(), 50.0))
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    told = f"'{path}' is no result of a study, or is damaged ({why}); move it elsewhere, and what is missing then is"
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        Library(tmp_path).has(RunConfig(), 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (("ran", "precision"), "fp8", "precision 'fp8' is not known"),
+        (("ran",), 3, "'int' object has no attribute 'get'"),
+        (("final", "pooled", "accuracy"), "x", "final pooled is str"),
+        (("curves",), {"round": [1]}, "'pooled'"),
+        (("seed",), "zero", "seed is str"),
+    ],
+)
+def test_a_damaged_run_in_a_record_is_refused(tmp_path: Path, place: Sequence[str], value: object, why: str) -> None:
+    path = Library(tmp_path).save(record(RunConfig(), 50.0))
+    stored = json.loads(path.read_text())
+    within = stored["run"]
+    for name in place[:-1]:
+        within = within[name]
+    within[place[-1]] = value
+    path.write_text(json.dumps(stored))
+    with pytest.raises(CheckpointError, match=re.escape(why)):
+        Library(tmp_path).records(RunConfig())
+
+
+def test_a_file_in_the_place_of_the_library_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "results").write_text("")
+    with pytest.raises(CheckpointError, match="is no folder, so it holds no results; give the folder they are in"):
+        Library(tmp_path / "results").has(RunConfig(), 0)

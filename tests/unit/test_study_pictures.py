@@ -72,7 +72,7 @@ def test_curves_have_a_panel_a_setting_and_a_line_a_method() -> None:
     axes = filled(study, "curves")
     assert list(axes) == ["partition n/a", "partition iid", "partition non_iid"]
     handles, labels = axes["partition iid"].get_legend_handles_labels()
-    assert labels == ["fedtan", "fedavg_bn", "fedavg_gn", "heterofl_sbn", "feddna", "fixbn"]
+    assert labels == ["fedtan", "fedavg_bn", "fedavg_gn", "heterofl_sbn", "feddna", "fixbn", "published mean"]
     # The first cell of this panel is the third of the study: its seeds end at 62 and 64.
     assert handles[0].get_ydata().tolist() == [31.5, 63.0]
     assert handles[0].get_xdata().tolist() == [5000, 10000]
@@ -81,7 +81,7 @@ def test_curves_have_a_panel_a_setting_and_a_line_a_method() -> None:
 def test_curves_against_steps_share_an_axis() -> None:
     axes = filled(find_study("fixbn.local_steps_curves"), "curves")
     handles, labels = axes["fedavg_gn, dataset cifar10"].get_legend_handles_labels()
-    assert labels == [f"local_steps {steps}" for steps in (1, 20, 100, 500, 2500)]
+    assert labels == [f"local steps {steps}" for steps in (1, 20, 100, 500, 2500)]
     assert [handle.get_xdata()[-1] for handle in handles] == [64_000, 64_000, 64_000, 64_000, 65_000]
 
 
@@ -89,7 +89,29 @@ def test_bars_stand_beside_what_was_published() -> None:
     axis = filled(find_study("fixbn.decoupled"), "bars")[""]
     assert [bar.get_height() for bar in axis.patches] == [52.0, 89.0, 61.0, 62.0]
     averages = filled(find_study("fedwon.t5"), "bars")
-    assert list(averages) == ["batch_size 32, agc True", "batch_size 2, agc False"]
+    assert list(averages) == ["batch size 32, agc True", "batch size 2, agc False"]
+
+
+def test_a_deviation_that_nobody_knows_has_no_whisker() -> None:
+    study = find_study("fixbn.tH")  # whose numbers were published without
+    (once, *_) = measured(study)
+    axis = filled(study, "bars", [replace(once, records=once.records[:1])])[""]
+    whiskers = [line for container in axis.containers if hasattr(container, "has_yerr") for line in container[2]]
+    assert len(whiskers) == 2
+    assert not any(len(segment) for line in whiskers for segment in line.get_segments())
+
+
+def test_dotted_lines_are_named_in_the_legend() -> None:
+    axis = filled(find_study("fixbn.norms"), "curves")[""]
+    assert axis.get_legend_handles_labels()[1][-1] == "published mean"
+    assert axis.get_xlabel() == "round"
+
+
+def test_heat_maps_say_what_their_colours_are() -> None:
+    study = find_study("fixbn.grid.tiny")
+    figure = make_figure(study, measured(study))
+    assert [axis.get_ylabel() for axis in figure.axes][-1] == "accuracy (%)"
+    assert figure.axes[0].get_xlabel() == "local steps"
 
 
 def test_heat_maps_are_by_two_axes() -> None:
@@ -107,8 +129,8 @@ def test_heat_maps_are_by_two_axes() -> None:
 def test_scores_along_an_axis_need_two_places() -> None:
     study = find_study("fixbn.dynamics")
     axes = filled(study, "by_axis")
-    assert list(axes) == ["local_steps 100"]
-    ticks = [text.get_text() for text in axes["local_steps 100"].get_xticklabels()]
+    assert list(axes) == ["local steps 100"]
+    ticks = [text.get_text() for text in axes["local steps 100"].get_xticklabels()]
     assert ticks == ["0.05", "0.1", "0.25", "0.5", "0.75", "0.9"]
 
 
@@ -125,12 +147,12 @@ def test_probes_and_training_loss_are_drawn_by_round() -> None:
     assert probe_curves(results[0].records[0]) == {"drift": ([32000], [2.0])}
     axes = filled(study, "probes", results)
     assert list(axes) == [
-        "drift, local_steps 1",
-        "training loss, local_steps 1",
-        "drift, local_steps 100",
-        "training loss, local_steps 100",
+        "drift, local steps 1",
+        "training loss, local steps 1",
+        "drift, local steps 100",
+        "training loss, local steps 100",
     ]
-    _, labels = axes["drift, local_steps 100"].get_legend_handles_labels()
+    _, labels = axes["drift, local steps 100"].get_legend_handles_labels()
     assert labels == ["fedavg_bn", "fixbn"]
 
 

@@ -120,8 +120,14 @@ def strategies(
         say(f"{name}: {found[0]['summary']}")
         say(f"source: {found[0]['paper']}" + (" (reconstruction)" if found[0]["reconstruction"] else ""))
         echo()
+        from fednorm.views.describe_method import options_in_words
+
+        takes = options_in_words(known[name].make)
         options = found[0]["options"].items()
-        print_table(["option", "default"], [[option, str(value).lower()] for option, value in options])
+        rows = [[option, str(value).lower(), takes.get(option, "").lower()] for option, value in options]
+        print_table(["option", "default", "takes"], rows)
+        echo()
+        say("what they do: docs/asynchrony.md, and what was read into the papers: docs/readings.md")
         return
     print_table(
         ["strategy", "what it does", "paper"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,12 +39,22 @@ Variants = Annotated[bool, option("--variants", help="also other readings of the
 Show = Annotated[bool, option("--show", help="play nothing, print what is there", panel=_WHAT)]
 Next = Annotated[bool, option("--next", help="play what is missing, study after study", panel=_WHAT)]
 Minutes = Annotated[
-    float, option("--minutes", metavar="X", help="with --next: begin only what should end in time", panel=_WHAT)
+    float | None,
+    option("--minutes", metavar="X", help="with --next: begin only what should end in time; default: 25", panel=_WHAT),
 ]
 Results = Annotated[
-    Path, option("--results", metavar="DIR", help="folder of the results, one file a run and seed", panel=_WHERE)
+    Path | None,
+    option(
+        "--results",
+        metavar="DIR",
+        help="folder of the results, one file a run and seed; default: studies/results, and quick-results in --work "
+        "for --quick",
+        panel=_WHERE,
+    ),
 ]
-Work = Annotated[Path, option("--work", metavar="DIR", help="folder of the runs that are played", panel=_WHERE)]
+Work = Annotated[
+    Path, option("--work", metavar="DIR", help="folder of the runs that are played, and of pictures", panel=_WHERE)
+]
 DataDir = Annotated[
     str | None, option("--data-dir", metavar="DIR", help="folder with data sets, else FEDNORM_DATA", panel=_WHERE)
 ]
@@ -64,8 +74,8 @@ def reproduce(
     variants: Variants = False,
     show: Show = False,
     queue: Next = False,
-    minutes: Minutes = 25.0,
-    results: Results = Path("studies/results"),
+    minutes: Minutes = None,
+    results: Results = None,
     work: Work = Path("runs/reproduce"),
     data_dir: DataDir = None,
     device: Device = "auto",
@@ -73,39 +83,62 @@ def reproduce(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Play a paper's experiment and print its numbers beside ours."""
+    """Play a paper's experiment and print its numbers beside ours.
+
+    `fednorm reproduce fixbn.norms --quick` takes minutes, `fednorm reproduce fixbn.norms --show` plays nothing, and
+    `fednorm reproduce --next --minutes 25` goes on with what is missing. What was stopped goes on where it was.
+    """
     if sum((id is not None, listing, queue)) != 1:
         raise ConfigError("give one of: an experiment such as fixbn.norms, --list, or --next")
-    if not 0 < minutes < 1e6:
+    if minutes is not None and not 0 < minutes < 1e6:
         raise ConfigError(f"--minutes {minutes} is out of range; give a number above 0")
+    chosen = {"--quick": quick, "--seeds": seeds, "--methods": methods, "--variants": variants, "--show": show}
+    if id is None:
+        _refuse_for("--next" if queue else "--list", chosen)
+    if not queue:
+        _refuse_for(f"'{id}'" if id else "--list", {"--minutes": minutes})
+    if quick and results is not None:
+        raise ConfigError(
+            f"--results {results} is for the papers' settings, and a quick run is not one; leave it out, "
+            "quick-results in the folder of --work keeps what quick runs give"
+        )
     from fednorm.studies.library import PRECISIONS, Library
     from fednorm.studies.playing import Place
 
     if precision not in (None, *PRECISIONS):
         raise ConfigError(f"--precision {precision} is not known; give fp32, tf32 or bf16")
     # What a quick run gives must never be taken for a result.
-    place = Place(Library(work / "quick-results" if quick else results), work, device, precision, data_dir)
+    folder = work / "quick-results" if quick else Path("studies/results") if results is None else results
+    place = Place(Library(folder), work, device, precision, data_dir)
     if listing:
         _print_list(place, json)
     elif queue:
-        _play_next(place, minutes, quiet, json)
+        _play_next(place, 25.0 if minutes is None else minutes, quiet, json)
     else:
         from fednorm.studies.measured import measured
         from fednorm.studies.study import find_study
 
         study = find_study(str(id))
-        chosen = read_seeds(seeds, 0) if seeds else (0,) if quick else study.recipe.seeds
-        named = methods.replace(" ", "").split(",") if methods else []
+        of_seeds = (0,) if quick else study.recipe.seeds
+        chosen_seeds = of_seeds if seeds is None else tuple(dict.fromkeys(read_seeds(seeds, 0)))
+        named = [] if methods is None else methods.replace(" ", "").split(",")
         cells = study.cells(quick=quick, methods=named, variants=variants)
         if not show:
             from fednorm.studies.client_statistics import look_of
             from fednorm.studies.playing import play_runs, wanted_runs
 
-            runs = [run for run in wanted_runs(cells, chosen) if not place.has(*run)]
+            runs = [run for run in wanted_runs(cells, chosen_seeds) if not place.has(*run)]
             _warn_of_time(study, place, runs, quick)
             with _stops():
                 play_runs(runs, place, _watched(quiet, json), look=look_of(study.recipe))
-        _print_study(study, measured(cells, place.library, chosen), quick, json, work)
+        _print_study(study, measured(cells, place.library, chosen_seeds), quick, json, work)
+
+
+def _refuse_for(what: str, given: Mapping[str, object]) -> None:
+    """Refuse options that would be ignored."""
+    for name, value in given.items():
+        if value not in (None, False):
+            raise ConfigError(f"{name} has no meaning with {what}; leave it out (see `fednorm reproduce --help`)")
 
 
 def _print_list(place: Place, json: bool) -> None:
@@ -154,9 +187,14 @@ def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
     from fednorm.studies.queue import play_next
     from fednorm.studies.study import all_studies
 
+    told = sys.stderr if json else sys.stdout
     with _stops():
-        played = play_next(all_studies(), place, minutes, _watched(quiet, json), lambda text: echo(text, flush=True))
-    echo(f"{played} runs played; results in {place.library.folder}")
+        watched = _watched(quiet, json)
+        played = play_next(all_studies(), place, minutes, watched, lambda text: echo(text, told, flush=True))
+    if json:
+        print_json({"played": played, "results": str(place.library.folder)})
+    else:
+        echo(f"{played} runs played; results in {place.library.folder}")
 
 
 def _warn_of_time(study: Study, place: Place, runs: list[tuple[RunConfig, int]], quick: bool) -> None:

@@ -15,6 +15,8 @@ from fednorm.running.consent import refuse_code
 from fednorm.running.extensions import resolved
 from fednorm.running.recipe import Recipe, read_recipe
 
+_MOST_SEEDS = 1000
+"""Seeds that a number alone may ask for: one of more digits was meant to be a seed."""
 _EXCLUSIVE = (("train.local_steps", "train.local_epochs"), ("clients_per_round", "client_fraction"))
 
 
@@ -124,4 +126,6 @@ def read_seeds(text: str | None, first: int) -> tuple[int, ...]:
         return tuple(map(int, pieces))
     if int(text) < 1:
         raise ConfigError(f"--seeds {text} is out of range; give 1 or more, or with a comma seeds themselves: {text},")
+    if int(text) > _MOST_SEEDS:
+        raise ConfigError(f"--seeds {text} is out of range; give at most {_MOST_SEEDS:,}, or seeds themselves: {text},")
     return tuple(range(first, first + int(text)))

@@ -28,6 +28,8 @@ from fednorm.scoring.tasks import Classification, Segmentation
 
 ROWS = 2
 """Examples of the trial: as few as a batch norm can train on."""
+JOBS = 1000
+"""Jobs that a schedule is asked about, of as many clients: quick, and enough to find what is usually wrong with one."""
 
 
 def try_out(plan: Plan, model: nn.Module | None = None) -> None:
@@ -38,14 +40,23 @@ def try_out(plan: Plan, model: nn.Module | None = None) -> None:
         try:
             _train(plan, batch)
             _score(plan)
-            if plan.clock is not None and plan.clock.strategy.revise is not None:
-                plan.clock.strategy.revise.begin(known_context(plan))
+            _ask_the_clock(plan)
         except FednormError:
             raise
         except Exception as error:
             if not is_users(error):
                 _refuse_bare(plan, model, batch)
             raise
+
+
+def _ask_the_clock(plan: Plan) -> None:
+    """Ask a schedule how long some first jobs take, and a strategy what it remembers before the first update."""
+    if plan.clock is None:
+        return
+    for job, client in enumerate(plan.federation.training_clients[:JOBS]):
+        plan.clock.schedule.times(plan.config.seed, client, job)
+    if plan.clock.strategy.revise is not None:
+        plan.clock.strategy.revise.begin(known_context(plan))
 
 
 def _train(plan: Plan, batch: Batch) -> None:

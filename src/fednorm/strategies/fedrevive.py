@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fednorm.core.method import Method
+from fednorm.core.registry import extended
 from fednorm.core.state import Kind, Policy
 from fednorm.core.strategy import Discount, Strategy
 from fednorm.core.strategy_registry import register_strategy
@@ -36,7 +37,21 @@ class Additions:
             )
         wanted = ["tracker"] * (self.statistics == "tracker") + ["label-counts"] * self.counted
         there = {part.label.partition("(")[0] for part in method.parts}
-        return "+".join(part for part in wanted if part not in there)
+        added = "+".join(part for part in wanted if part not in there)
+        if "tracker" in added:
+            _refuse_clash(method)
+        return added
+
+
+def _refuse_clash(method: Method) -> None:
+    """Refuse a method that trackers do not go with by a word on where they come from: the user named none."""
+    try:
+        extended(method, "tracker")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} ('tracker' is what FedRevive's default statistics=tracker adds; fedrevive(statistics=bn) matches "
+            "BatchNorm's own statistics in its place, fedrevive(statistics=none) none)"
+        ) from None
 
 
 @register_strategy(

@@ -54,6 +54,9 @@ def make_figure(study: Study, results: Sequence[Measured], *, quick: bool = Fals
                 axis.set_ylabel(unit)
         for axis in grid[len(panels) :]:
             axis.set_visible(False)
+        maps = [axis for axis in grid[: len(panels)] if axis.images]
+        if maps:  # all of a block have the same colours
+            part.colorbar(maps[0].images[0], ax=maps).set_label(unit, fontsize=8)
     title = f"{study.id}: {study.recipe.about}"
     figure.suptitle(f"{QUICK}\n{title}" if quick else title, fontsize=10, wrap=True)
     legends = [axis.get_legend_handles_labels() for axis in figure.axes]

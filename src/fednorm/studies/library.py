@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from fednorm.errors import CheckpointError
+from fednorm.errors import CheckpointError, first_line
 from fednorm.files import disk_errors, read_json, safe_name, write_json
 from fednorm.running.config import RunConfig, flat, to_dict
 from fednorm.running.probe_curves import probe_curve, probe_variance
@@ -23,6 +24,7 @@ PROBE_WINDOW = 200
 """Looks of a probe over which its variance is taken; rounds, where it looks at every one."""
 _ELSEWHERE = ("seed", "data.dir", "data.digest", "eval.chunk", "keep", "keep_every", "use", "init_partial")
 """Fields that do not say what is computed."""
+_ANEW = "move it elsewhere, and what is missing then is played again"
 
 
 @cache
@@ -95,6 +97,12 @@ class Library:
         found = self._all().get(key_of(config), [])
         return any(record.seed == seed and precision in (None, record.precision) for record in found)
 
+    def make_ready(self) -> None:
+        """Make the folder and write into it once, so that no run of hours ends where its result cannot be kept."""
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+
     def save(self, record: Record) -> Path:
         """Write a record whole or not at all."""
         known = self._all().setdefault(record.key, [])
@@ -113,15 +121,48 @@ class Library:
         return self._found
 
     def _read(self) -> Iterator[Record]:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"'{self.folder}' is no folder, so it holds no results; give the folder they are in")
         for path in sorted(self.folder.glob("*.json")):
-            stored = read_json(path)
-            try:
-                if stored["version"] != VERSION:
-                    raise ValueError(f"version {stored['version']}, this fednorm reads {VERSION}")
-                del stored["version"]
-                yield Record(**as_it_was(stored))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"'{path}' is no result of a study ({error}); move it elsewhere") from None
+            yield _read_record(path)
+
+
+def _read_record(path: Path) -> Record:
+    """The record in a file; whatever else the file holds is refused by its name."""
+    stored = read_json(path, _ANEW)
+    try:
+        if stored["version"] != VERSION:
+            raise ValueError(f"version {stored['version']}, this fednorm reads {VERSION}")
+        del stored["version"]
+        record = Record(**as_it_was(stored))
+        _refuse_unusable(record)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"'{path}' is no result of a study, or is damaged ({why}); {_ANEW}") from None
+    return record
+
+
+def _refuse_unusable(record: Record) -> None:
+    """Look at what tables and pictures take from a record, before one of them fails at it.
+
+    That there is nothing odd about a number is not looked at, since a run may have ended with any.
+    """
+    run, metric = record.run, record.run["metric"]
+    found = {"key": (record.key, str), "seed": (record.seed, int), "seconds": (run["seconds"], int | float)}
+    found |= {"method": (run["method"], str), "device": (record.device, str), "file": (record.file_name, str)}
+    found |= {"environment": (record.environment, Mapping), "statistics": (record.statistics, Mapping)}
+    for name, scores in cast("Mapping[str, Any]", run["final"]).items():
+        found[f"final {name}"] = (scores[metric], int | float)
+        found[f"curve {name}"] = (sum(run["curves"][name]), int | float)
+    for name, (value, kind) in found.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {type(value).__name__}")
+    if record.precision not in PRECISIONS:
+        raise ValueError(f"precision '{record.precision}' is not known")
+    if not run["final"] or len(record.train_loss["round"]) != len(record.train_loss["loss"]):
+        raise ValueError("it has no scores, or not as many losses as rounds")
+    for row in record.probes:
+        sum((row["round"], *row["probes"].values()))
 
 
 def make_record(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fednorm.errors import ConfigError
+from fednorm.running.over_time import is_timed
 from fednorm.running.pictures import COLOURS
+from fednorm.running.results import Spread
 from fednorm.studies.beside import setting_text
 from fednorm.studies.library import Record
 from fednorm.studies.measured import Measured, curve_of
@@ -15,6 +18,8 @@ from fednorm.studies.study import Study, StudyCell
 
 Axes = Any
 """matplotlib's, which is imported only when something is drawn."""
+_HANGING: Mapping[str, Any] = {"ha": "right", "rotation_mode": "anchor", "fontsize": 8}
+"""Names that hang below their bars, and end there."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,9 @@ def _curves(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
         _band(axis, rounds, [curve_of(record, each.cell) for record in each.records], style)
         if each.cell.published is not None:
             axis.axhline(each.cell.published.mean, color=style["color"], linestyle=":", linewidth=0.9)
-    axis.set_xlabel("round")
+    if any(each.cell.published for each in results):
+        _dotted(axis, "published mean")
+    _rounds(axis, results)
 
 
 def time_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
@@ -71,6 +78,8 @@ def _over_time(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
         _band(axis, x, [curve_of(record, each.cell) for record in each.records], _style(study, each.cell.method))
         if each.cell.time is not None:
             axis.axvline(each.cell.time, color="0.6", linestyle=":", linewidth=0.9)
+    if any(each.cell.time is not None for each in results):
+        _dotted(axis, "when the score is read")
     axis.set_xlabel("virtual time")
 
 
@@ -78,7 +87,7 @@ def _curves_by_steps(axis: Axes, results: Sequence[Measured], by_axis: str, valu
     """Against the steps a client has taken, so that runs with different rounds share an axis."""
     for each in results:
         value = str(each.cell.setting[by_axis])
-        style = {"color": COLOURS[values.index(value) % len(COLOURS)], "label": f"{by_axis} {value}"}
+        style = {"color": COLOURS[values.index(value) % len(COLOURS)], "label": f"{_spoken(by_axis)} {value}"}
         steps = [done * (each.cell.config.train.local_steps or 1) for done in each.records[0].run["curves"]["round"]]
         _band(axis, steps, [curve_of(record, each.cell) for record in each.records], style)
     axis.set_xlabel("steps of a client")
@@ -93,13 +102,13 @@ def bar_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
 
 
 def _bars(axis: Axes, results: Sequence[Measured]) -> None:
-    told = [(each.cell.published.mean, each.cell.published.std or 0.0) for each in results if each.cell.published]
-    ours = [(each.ours.mean, each.ours.std) for each in results if each.ours]
+    told = [(cell.mean, _whisker(cell.std)) for each in results if (cell := each.cell.published)]
+    ours = [(each.ours.mean, _whisker(_std(each.ours))) for each in results if each.ours]
     places = range(len(results))
     for shift, colour, label, bars in ((-0.2, "0.75", "published", told), (0.2, COLOURS[0], "ours, last round", ours)):
         means, spreads = zip(*bars, strict=True)
         axis.bar([place + shift for place in places], means, 0.38, yerr=spreads, color=colour, label=label, capsize=2)
-    axis.set_xticks(list(places), [each.cell.method for each in results], rotation=35, ha="right", fontsize=8)
+    axis.set_xticks(list(places), [each.cell.method for each in results], rotation=35, **_HANGING)
 
 
 def heat_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
@@ -132,8 +141,8 @@ def _heat(
         axis.text(*place, f"{score:.0f}", ha="center", va="center", color="white" if score < middle else "black")
     axis.set_xticks(range(len(columns)), columns)
     axis.set_yticks(range(len(rows)), rows)
-    axis.set_xlabel(x[0])
-    axis.set_ylabel(y[0])
+    axis.set_xlabel(_spoken(x[0]))
+    axis.set_ylabel(_spoken(y[0]))
 
 
 def axis_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
@@ -157,12 +166,13 @@ def _along(axis: Axes, study: Study, results: Sequence[Measured], x: str, values
         places = [present.index(str(each.cell.setting[x])) for each in own]
         spreads = [each.ours for each in own if each.ours]
         style = _style(study, method)
-        axis.errorbar(places, [s.mean for s in spreads], [s.std for s in spreads], marker="o", capsize=2, **style)
+        whiskers = [_whisker(_std(each)) for each in spreads]
+        axis.errorbar(places, [each.mean for each in spreads], whiskers, marker="o", capsize=2, **style)
         told = [(p, each.cell.published.mean) for p, each in zip(places, own, strict=True) if each.cell.published]
         if told:
             axis.plot(*zip(*told, strict=True), "x", color=style["color"], label=f"{method}, published")
     axis.set_xticks(range(len(present)), present, fontsize=8)
-    axis.set_xlabel(x.replace("_", " "))
+    axis.set_xlabel(_spoken(x))
 
 
 def probe_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
@@ -195,14 +205,14 @@ def _probes(axis: Axes, study: Study, results: Sequence[Measured], name: str) ->
         seen = [curves[name] for record in each.records if name in (curves := probe_curves(record))]
         if seen:
             _band(axis, seen[0][0], [values for _, values in seen], _style(study, each.cell.method))
-    axis.set_xlabel("round")
+    _rounds(axis, results)
 
 
 def _losses(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
     for each in results:
         losses = [record.train_loss for record in each.records]
         _band(axis, losses[0]["round"], [loss["loss"] for loss in losses], _style(study, each.cell.method))
-    axis.set_xlabel("round")
+    _rounds(axis, results)
 
 
 def statistic_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
@@ -253,7 +263,12 @@ def _where(study: Study, results: Sequence[Measured]) -> list[Measured]:
 def _setting(cell: StudyCell, without: frozenset[str] = frozenset(), domain: bool = False) -> str:
     """A setting in a line, less what only says what the method does, and less the domain unless asked for."""
     left_out = without | cell.describing | (frozenset() if domain else frozenset({cell.score.select}))
-    return setting_text({key: value for key, value in cell.setting.items() if key not in left_out})
+    return setting_text({_spoken(key): value for key, value in cell.setting.items() if key not in left_out})
+
+
+def _spoken(name: str) -> str:
+    """The name of an axis as people write it."""
+    return name.replace("_", " ")
 
 
 def _joined(*texts: str) -> str:
@@ -272,6 +287,27 @@ def _style(study: Study, method: str) -> dict[str, Any]:
     number = list(study.recipe.methods).index(method)
     line = "-" if number < len(COLOURS) else "--"
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": line, "label": method}
+
+
+def _rounds(axis: Axes, results: Sequence[Measured]) -> None:
+    """Rounds along an axis, or on a clock versions, of which there are no halves."""
+    axis.set_xlabel("version" if any(is_timed(record.run) for each in results for record in each.records) else "round")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _dotted(axis: Axes, label: str) -> None:
+    """An entry of the legend for dotted lines, whatever their colours."""
+    axis.plot([], [], ":", color="0.4", linewidth=0.9, label=label)
+
+
+def _std(found: Spread) -> float | None:
+    """The deviation over seeds; one seed has none."""
+    return found.std if found.count > 1 else None
+
+
+def _whisker(std: float | None) -> float:
+    """Half a whisker: none is drawn where no deviation is known, since one of no length would say that it is 0."""
+    return math.nan if std is None else std
 
 
 def _band(axis: Axes, x: Sequence[float], seeds: Sequence[Sequence[float]], style: Mapping[str, Any]) -> None:

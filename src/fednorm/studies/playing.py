@@ -93,6 +93,7 @@ def play_runs(
     for together in _batches([place.cell(config) for config in missing]):
         for cell in {cell.id.method: cell for cell in reversed(together)}.values():
             cell.plan()  # what can be refused is refused before anything is written
+        place.library.make_ready()
         for cell in together:
             cell.begin()
         pending = [cell for cell in together if not cell.is_done]

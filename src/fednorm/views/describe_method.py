@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -103,7 +103,7 @@ def fedavg_bytes(model: nn.Module) -> int:
 
 def _part(part: Part) -> dict[str, Any]:
     info = known_methods()[parse_term(part.label, "method", "fixbn(at=0.5)").name]
-    takes = {name: _in_words(hint) for name, hint in get_type_hints(info.make).items()}
+    takes = options_in_words(info.make)
     return {
         "name": info.name,
         "paper": info.paper,
@@ -112,6 +112,11 @@ def _part(part: Part) -> dict[str, Any]:
         "claims": sorted(part.claims),
         "reconstruction": info.reconstruction,
     }
+
+
+def options_in_words(make: Callable[..., object]) -> dict[str, str]:
+    """What each option of a method or a strategy takes."""
+    return {name: _in_words(hint) for name, hint in get_type_hints(make).items()}
 
 
 def _in_words(hint: Any) -> str:

@@ -17,7 +17,8 @@ def what_was_seen(result: Result) -> str | None:
     """One sentence from the pooled column: the best and the worst global model of a federation, and what was possible.
 
     Methods that keep state on the clients are left out: their pooled cell is not the score of one model they made. On a
-    clock all are looked at when the first of them ended. None where there are no two to compare.
+    clock all are looked at when the first of them ended, which is said where one had no score by then. None where there
+    are no two to compare.
     """
     lines = [line for line in result.table() if "pooled" in line and line["how"] == GLOBAL]
     pooled, when = {line["method"]: line["pooled"] for line in lines}, ""
@@ -25,8 +26,13 @@ def what_was_seen(result: Result) -> str | None:
         time = min(run["curves"].get("time", [0.0])[-1] for run in result.runs)
         by_then = {method: [score_at(run, time) for run in result.of(method)] for method in pooled}
         known = {method: [score for score in scores if score is not None] for method, scores in by_then.items()}
-        if any(len(known[method]) < len(by_then[method]) for method in pooled):
-            return None  # one of them has no score yet
+        late = [method for method in pooled if len(known[method]) < len(by_then[method])]
+        if late:
+            warning = (
+                f"At virtual time {time:.4g}, when the first method ended, {' and '.join(late)} had no score yet: the "
+                "scores above are of different times. Score more often (eval.every), or play more versions of it."
+            )
+            return warning if len(pooled) > 1 else None
         pooled = {method: _cell(spread(scores)) for method, scores in known.items()}
         when = f" at virtual time {time:.4g}"
     federated = sorted((line["method"] for line in lines if line["bytes_per_round"]), key=lambda m: pooled[m]["mean"])
