@@ -222,7 +222,7 @@ def test_methods_that_are_objects_are_on_the_clock_too(tmp_path: Path) -> None:
         (
             ("--async", "dd-fedrevive"),
             "FedRevive with images=real distils on examples that the server has, and it has none; "
-            "hold some out for it (data.val_fraction), or use images=synthetic",
+            "hold some out for it (data.val_fraction), or take fedrevive with images=synthetic",
         ),
         (("--async", "fedbuff(b=2)", "--concurrency", "0"), "clock.concurrency=0 is out of range; give 1 or more"),
     ],

@@ -198,6 +198,7 @@ def test_a_quick_study_prints_its_table_and_says_what_it_is(tmp_path: Path) -> N
         (["fixbn.t1", "--precision", "fp8"], "--precision fp8 is not known; give fp32, tf32 or bf16"),
         (["--next", "--minutes", "-1"], "--minutes -1.0 is out of range; give a number above 0"),
         (["fixbn.t1", "--seeds", "x"], "--seeds x cannot be read"),
+        (["--next", "--data-dir", "nowhere"], "--data-dir nowhere is no folder; give the folder in which the data"),
         (["fixbn.t1", "--seeds", ""], "--seeds cannot be read; give a number of seeds"),
         (["fixbn.t1", "--seeds", "99999999999"], "--seeds 99999999999 is out of range; give at most 1,000"),
         (["fixbn.t1", "--methods", ""], "method of fixbn.t1 '' is not known"),

@@ -152,6 +152,14 @@ def test_unknown_and_missing_trackers_are_refused_before_any_work(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_on_a_clock_goes_on_after_a_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunId("fedbuff", 0)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**row(2), "time": 1.5}) + "\n")
+    with watching(4, stream=sys.stdout, runs=1, before=done_before({run: tmp_path}, rounds=4)):
+        pass
+    assert capsys.readouterr().out == "fedbuff seed 0 goes on after version 2/4\n"
+
+
 def test_rounds_done_before_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = (RunId("fedavg", seed) for seed in range(3))
     folders = {run: tmp_path / run.file_name for run in (first, second, third)}

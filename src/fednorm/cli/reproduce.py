@@ -102,6 +102,8 @@ def reproduce(
             f"--results {results} is for the papers' settings, and a quick run is not one; leave it out, "
             "quick-results in the folder of --work keeps what quick runs give"
         )
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise ConfigError(f"--data-dir {data_dir} is no folder; give the folder in which the data sets are")
     from fednorm.studies.library import PRECISIONS, Library
     from fednorm.studies.playing import Place
 

@@ -25,6 +25,8 @@ class Before:
     """runs that had ended"""
     seconds: Mapping[RunId, Mapping[int, float]] = field(default_factory=dict)
     """seconds of the rounds of each run that had not, by number"""
+    timed: frozenset[RunId] = frozenset()
+    """runs on a clock, whose numbers are of versions"""
 
 
 def done_before(folders: Mapping[RunId, Path], rounds: int) -> Before:
@@ -32,25 +34,32 @@ def done_before(folders: Mapping[RunId, Path], rounds: int) -> Before:
 
     A run that has its result and fewer rounds was stopped early, or is to be trained on.
     """
-    seconds = {run: _seconds(path) for run, path in folders.items()}
+    told = {run: _told(path) for run, path in folders.items()}
+    seconds = {run: each for run, (each, _) in told.items()}
     ended = [run for run, path in folders.items() if rounds in seconds[run] and RunFolder(path).result.exists()]
-    return Before(len(ended), {run: each for run, each in seconds.items() if run not in ended})
+    timed = frozenset(run for run, (_, is_timed) in told.items() if is_timed)
+    return Before(len(ended), {run: each for run, each in seconds.items() if run not in ended}, timed)
 
 
-def _seconds(folder: Path) -> dict[int, float]:
-    """Seconds by round. Rounds after the last checkpoint are played, and counted, again; a line may be torn."""
+def _told(folder: Path) -> tuple[dict[int, float], bool]:
+    """Seconds by round, and whether rows have a virtual time.
+
+    Rounds after the last checkpoint are played, and counted, again; a line may be torn.
+    """
     metrics = RunFolder(folder).metrics
     found: dict[int, float] = {}
+    timed = False
     if not os.path.lexists(metrics):
-        return found
+        return found, timed
     with open(open_plain(metrics), errors="replace") as lines:
         for line in lines:
             try:
                 row = json.loads(line)
                 found[int(row["round"])] = float(row.get("seconds", 0.0))
+                timed = timed or "time" in row
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 continue
-    return found
+    return found, timed
 
 
 class Pace:
@@ -109,7 +118,7 @@ def gone_on(before: Before, rounds: int, runs: int) -> Iterable[str]:
         yield f"[{before.finished}/{runs}] done before"
     for run, seconds in before.seconds.items():
         if seconds:
-            yield f"{run} goes on after round {max(seconds)}/{rounds}"
+            yield f"{run} goes on after {'version' if run in before.timed else 'round'} {max(seconds)}/{rounds}"
 
 
 class PlainLines:

@@ -103,7 +103,7 @@ class ServerStep:
         if self.context.examples is None:
             raise ConfigError(
                 "FedRevive with images=real distils on examples that the server has, and it has none; "
-                "hold some out for it (data.val_fraction), or use images=synthetic"
+                "hold some out for it (data.val_fraction), or take fedrevive with images=synthetic"
             )
         return self.context.examples
 
