@@ -1,0 +1,113 @@
+"""All that wants a GPU, in one go: first whether results are right there, then the figures of this folder's page.
+
+    python benchmarks/on_gpu.py --minutes 25 --out results_of_today [--parts kernels,models]
+
+Every part is a process of its own. What it prints is in OUT/PART.log, what it measured in OUT/PART.json once it is done,
+and in OUT/PART.partial.json until then. One that is done is not played again, so the same command goes on after a stop.
+A part for which time is too short is interrupted, and played from its beginning the next time. No data sets are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GRACE = 30.0
+"""Seconds that an interrupted part has to write what it has."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, how long it may take, and whether it is told where to write its result."""
+
+    name: str
+    command: tuple[str, ...]
+    minutes: float
+    writes: bool = True
+
+
+def _bench(name: str, minutes: float, *options: str) -> Part:
+    return Part(name, ("-m", "fednorm", "bench", *options, "--repeats", "3", "--quiet"), minutes)
+
+
+PARTS = (
+    Part("kernels", ("tests/kernel_checks.py",), 3, writes=False),
+    Part("same_bits", ("tests/gpu_same_bits.py", "--precision", "bf16"), 5, writes=False),
+    _bench("gpu", 6, "gpu", "--precisions", "bf16,tf32"),
+    _bench("gpu_models", 14, "models"),
+    Part("gpu_packed", ("benchmarks/packed.py", "--whole", "64000"), 8),
+    _bench("async_cuda", 5, "async"),
+    _bench("gpu_rounds", 3, "rounds"),
+    _bench("gpu_pfl", 2, "pfl", "--precision", "tf32"),
+    Part("unequal_cuda", ("benchmarks/unequal.py",), 4),
+    Part("tests", ("-m", "pytest", "-p", "no:cacheprovider", "tests/test_gpu.py"), 8, writes=False),
+)
+
+
+def play(part: Part, seconds: float, out: Path) -> str:
+    """Play a part for so long at most; how it ended, in words."""
+    result, begun = out / f"{part.name}.json", time.monotonic()
+    partial = out / f"{part.name}.partial.json"
+    command = [sys.executable, *part.command, *(("--out", str(partial)) if part.writes else ())]
+    with (out / f"{part.name}.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(min(seconds, 60 * part.minutes))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            return f"interrupted after {time.monotonic() - begun:.0f} s"
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    if code:
+        return f"failed with exit code {code}"
+    if part.writes:
+        partial.rename(result)
+    return f"done in {time.monotonic() - begun:.0f} s"
+
+
+def play_all(parts: Sequence[Part], minutes: float, out: Path) -> int:
+    """Play the parts that have no result yet, as far as time goes; how many did not come to a good end."""
+    out.mkdir(parents=True, exist_ok=True)
+    end, bad = time.monotonic() + 60 * minutes, 0
+    for part in parts:
+        left = end - time.monotonic()
+        if (out / f"{part.name}.json").exists():
+            told = "was there"
+        elif left <= 0:
+            told, bad = "not played, time is over", bad + 1
+        else:
+            told = play(part, left, out)
+            bad += not told.startswith("done")
+        print(f"{part.name}: {told}", flush=True)
+    return bad
+
+
+def main() -> None:
+    names = ",".join(part.name for part in PARTS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=25.0, help="for all of it")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--parts", default=names, metavar="LIST", help=f"some of {names}, in that order")
+    asked = parser.parse_args()
+    wanted = asked.parts.split(",")
+    if unknown := set(wanted) - set(names.split(",")):
+        parser.error(f"--parts {','.join(sorted(unknown))} is not known; give some of {names}")
+    sys.exit(bool(play_all([part for part in PARTS if part.name in wanted], asked.minutes, asked.out.resolve())))
+
+
+if __name__ == "__main__":
+    main()
