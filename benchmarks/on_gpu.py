@@ -2,9 +2,9 @@
 
     python benchmarks/on_gpu.py --minutes 25 --out results_of_today [--parts kernels,models]
 
-Every part is a process of its own. What it prints is in OUT/PART.log, what it measured in OUT/PART.json once it is done,
-and in OUT/PART.partial.json until then. One that is done is not played again, so the same command goes on after a stop.
-A part for which time is too short is interrupted, and played from its beginning the next time. No data sets are needed.
+Every part is a process of its own. What it prints is in OUT/PART.log; what it measured is in OUT/PART.json once it is
+done, and in OUT/PART.partial.json until then. What is done is not played again, so the same command goes on after a
+stop. A part for which time is too short is interrupted, and played anew the next time. No data sets are needed.
 """
 
 from __future__ import annotations
