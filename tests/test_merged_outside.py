@@ -254,10 +254,16 @@ def test_a_merge_that_cannot_be_a_program_is_the_hosts(used: Used, capsys: pytes
 
 
 @pytest.mark.parametrize("quorum", [None, 0.5])
-@pytest.mark.parametrize("method", ["fedtan", "centralized", "union with a state of its own"])
-def test_what_has_no_program_or_no_row_is_played_as_before(method: str, quorum: float | None) -> None:
+def test_what_has_no_program_is_played_as_before(quorum: float | None) -> None:
+    assert_same(*both("fedtan", **changes("equal", engine__quorum=quorum)))
+
+
+@pytest.mark.parametrize("quorum", [None, 0.5])
+@pytest.mark.parametrize("method", ["centralized", "union with a state of its own"])
+def test_what_the_union_keeps_has_a_row_too(method: str, quorum: float | None, used: Used) -> None:
     own = replace(parse("fedbn"), data="union") if method.startswith("union") else parse(method)
     assert_same(*both(own, **changes("equal", engine__quorum=quorum)))
+    assert not used["step by step"]
 
 
 @BOTH

@@ -71,6 +71,27 @@ def test_messages_made_ahead_are_those_made_one_by_one() -> None:
         assert lrs.tolist() == [lr] * 6
 
 
+def test_messages_of_the_union_are_made_ahead_too() -> None:
+    """One by one, those of three centralized runs took a GPU's host longer than all else of a round."""
+    data = tiny.federation((8, 8, 8))
+    changes = {"data": data, "train__local_steps": 1, "train__batch_size": 4, "train__augment": "crop(1)+flip"}
+    some = [tiny.plan("centralized", seed=seed, engine__name="stacked", **changes) for seed in range(2)]
+    runs, stack, program = played(some)
+    now = [
+        Assignment(exchange, exchange.phase, [first], [1])
+        for first, run in enumerate(runs)
+        if (exchange := run.server.open())
+    ]
+    ahead = Messages()
+    found = ahead.next(program, stack._members, now)
+    assert torch.equal(found, Messages().next(program, stack._members, now))
+    assert len(ahead._flat) > 1
+    later = [replace(task, firsts=[first + 1]) for first, task in enumerate(now)]
+    found = ahead.next(program, stack._members, later)
+    assert ahead._sent == 1
+    assert torch.equal(found, Messages().next(program, stack._members, later))
+
+
 def test_a_message_on_its_way_is_not_written_over() -> None:
     """Where batches are not used up, such as in a query, the next message may differ in its numbers alone."""
     runs, stack, program = played(plans(2))

@@ -41,7 +41,7 @@ def compare(graphs: list[Graph], method: str, steps: int, kernels: bool) -> None
     stack, trained = run.server.held.stack, [phase for phase in plan.phases if phase.id.purpose is Purpose.TRAIN]
     assert not any(phase.id in stack.refused for phase in trained)
     assert all(stack.ways.of(phase) is Way.FUSED for phase in plan.phases)
-    played = {phase.id for phase in trained if phase.id.stage == run.server.stage and can_be_alone(phase, [0, 1])}
+    played = {phase.id for phase in trained if phase.id.stage == run.server.stage and can_be_alone(phase)}
     assert method in LEAVE or {program.phase.id for program in stack._programs.values()} >= played > set()
     assert gap(reference, run) < 1e-9
     assert_same_clients(reference, run)

@@ -77,11 +77,8 @@ class DeviceStack:
         self.most_at_once = len(runs)
         """runs whose exchange is one program; fewer where all of them did not fit into memory"""
         self.holds_local = bool(self._local)
-        self.num_clients = len(self.sites.batches.pool.rows)
         self._batches, self._offsets = _joined_pools(runs)
-        self._members = [
-            Member(run, sites.batches, self._offsets[run], run * self.num_clients) for run, sites in enumerate(runs)
-        ]
+        self._members = [Member(run, sites.batches, self._offsets[run]) for run, sites in enumerate(runs)]
         self._programs: dict[Any, Any] = {}
         self._waiting: WeakValueDictionary[tuple[PhaseProgram, int, int], LateReports] = WeakValueDictionary()
         """reports by their slot and row in a program's log, as long as somebody may look at them"""
@@ -108,7 +105,7 @@ class DeviceStack:
             for sites in self.runs
         ]
         rows = self._layouts["local"].pack(stack_trees(each))
-        return {name: flat.repeat_interleave(self.num_clients, 0) for name, flat in rows.items()}
+        return {name: flat.repeat_interleave(self._members[0].num_rows, 0) for name, flat in rows.items()}
 
     def server(self, run: int) -> Tree:
         """The server's tree of a run, as views that follow every exchange."""
@@ -142,17 +139,16 @@ class DeviceStack:
 
     def clients(self, run: int, clients: Sequence[int]) -> list[Tree]:
         """The own states of some clients, copied to the host at once."""
-        rows = torch.tensor([run * self.num_clients + client for client in clients], device=self.sites.device)
+        rows = self._rows_of(run, clients)
         flats = {name: flat.index_select(0, rows).cpu() for name, flat in unnamed("local", self._state).items()}
         trees = self._layouts["local"].unpack(flats)
         return [{key: value[row].contiguous() for key, value in trees.items()} for row in range(len(clients))]
 
     def states(self, run: int, clients: Sequence[int]) -> list[Tree]:
         """The own states of some clients where they lie."""
-        first = run * self.num_clients
-        flats = {name: flat[first : first + self.num_clients] for name, flat in unnamed("local", self._state).items()}
-        trees = self._layouts["local"].unpack(flats)
-        return [{key: value[client] for key, value in trees.items()} for client in clients]
+        trees = self._layouts["local"].unpack(unnamed("local", self._state))
+        rows = map(self._members[run].row, clients)
+        return [{key: value[row] for key, value in trees.items()} for row in rows]
 
     def load_states(self, run: int, trees: Mapping[int, Tree]) -> None:
         """Put states in the place of clients' own; an entry that a state does not have stays as it is."""
@@ -161,10 +157,13 @@ class DeviceStack:
             by_keys.setdefault(frozenset(self._local.keys() & tree.keys()), []).append(client)
         places = self._layouts["local"].unpack(unnamed("local", self._state))
         for keys, clients in by_keys.items():
-            rows = torch.tensor([run * self.num_clients + client for client in clients], device=self.sites.device)
+            rows = self._rows_of(run, clients)
             for key in keys:
                 new = torch.stack([trees[client][key] for client in clients])
                 places[key].index_copy_(0, rows, new.to(self.sites.device))
+
+    def _rows_of(self, run: int, clients: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([self._members[run].row(client) for client in clients], device=self.sites.device)
 
     def pays(self, work: Work) -> bool:
         """Whether work of this shape is worth a program, which takes seconds to make.

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from fednorm.core.report import Report
 from fednorm.core.state import Tree
-from fednorm.data.batches import UNION
 from fednorm.engines.base import ClientStates, Order, Played, play_plainly
 from fednorm.engines.stack.messages import Assignment
 from fednorm.engines.stack.phase_program import PhaseProgram
@@ -27,16 +26,11 @@ from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.training import Job, Outcome, outcome
 
 
-def has_rows(exchange: Exchange) -> bool:
-    """Whether what clients keep has its row on the device; the union of all clients has none."""
-    return not (exchange.phase.kept and UNION in exchange.cohort)
-
-
 def play_from_slot(order: Order, slot: StackSlot, otherwise: Train) -> Played:
     """An exchange that begins and ends in a slot; clients that no program can train are trained `otherwise`."""
     phase, states = order.exchange.phase, _States(slot, order.states)
     before: list[PhaseProgram | None] = []
-    if slot.stack.merges and not order.probing and can_be_alone(phase, order.exchange.cohort):
+    if slot.stack.merges and not order.probing and can_be_alone(phase):
         task = slot.assignment(order)
         slot.fetch(order.states, task.clients)
         # What may stay was tried before: it cannot be a program, or comes too seldom to pay.
@@ -103,7 +97,7 @@ def _by_programs(exchange: Exchange, slot: StackSlot, otherwise: Train, before: 
 def _trained(slot: StackSlot, task: Assignment, probing: bool) -> PhaseProgram | None:
     """The program that has trained the clients of a task; None where there is none, or it would not pay."""
     stack, phase = slot.stack, task.phase
-    if not can_train_alone(phase, task.clients) or (probing and phase.id in stack.unseen):
+    if not can_train_alone(phase) or (probing and phase.id in stack.unseen):
         return None
     work = slot.work(task)
     if not stack.pays(work):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fednorm.data.batches import Batches
+from fednorm.data.batches import UNION, Batches
 from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.halves.exchange import Exchange
 from fednorm.halves.prepared_phase import PreparedPhase
@@ -35,12 +35,20 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Member:
-    """A run in a stack: its batches, where its examples begin in the pool of all, and its clients among all rows."""
+    """A run in a stack: its batches, and where its examples begin in the pool of all."""
 
     run: int
     batches: Batches
     offset: int
-    first_row: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows for what clients keep: one for each, and the last for the union of all."""
+        return len(self.batches.pool.rows) + 1
+
+    def row(self, client: int) -> int:
+        """A client's row among those of all runs."""
+        return self.run * self.num_rows + client % self.num_rows
 
 
 Drawn = Sequence[Tensor]
@@ -52,7 +60,7 @@ def message(members: Sequence[Member], tasks: Sequence[Assignment], batches: Seq
     rows, keys, draws = ([drawn[part] for drawn in batches] for part in range(3))
     client_rows, sizes, last = [], [], []
     for member, task in zip(members, tasks, strict=True):
-        client_rows += [member.first_row + max(client, 0) for client in task.clients]
+        client_rows += [member.row(client) for client in task.clients]
         sizes += [member.batches.num_examples(client) for client in task.clients]
         last += [member.batches.per_epoch(client) for client in task.clients]
     return {
@@ -131,7 +139,7 @@ class Messages:
     def _many(self, program: PhaseProgram, members: Sequence[Member], tasks: Sequence[Assignment]) -> int:
         """How many exchanges are made ready: one where clients may change, else those whose batches have one size."""
         each = list(zip(members, tasks, strict=True))
-        if any(len(task.clients) != len(member.batches.pool.clients) for member, task in each):
+        if not all(list(task.clients) in ([UNION], list(member.batches.pool.clients)) for member, task in each):
             return 1
         streams = [
             (member.batches.stream(client), first)

@@ -10,7 +10,6 @@ import torch
 
 from fednorm.core.phases import PhaseId
 from fednorm.core.state import Policy, Tree
-from fednorm.data.batches import UNION
 from fednorm.engines.base import ClientStates, Order, Played, attempt
 from fednorm.engines.stack.device_stack import (
     DEVICES,
@@ -143,7 +142,7 @@ class StackSlot:
 
     def fetch(self, states: ClientStates, clients: Sequence[int]) -> None:
         """Bring the states of clients here that are newer in the store."""
-        missing = [client for client in clients if client not in self._here and client != UNION]
+        missing = [client for client in clients if client not in self._here]
         if missing and self.stack.holds_local:
             self.stack.load_states(self.run, {c: state.tree for c, state in states.get_many(missing).items()})
         self._here.update(missing)
@@ -206,7 +205,7 @@ def slot_of(order: Order) -> StackSlot | None:
 def may_stay(order: Order, slot: StackSlot) -> bool:
     """Whether nobody but the device need look at an exchange before it is over."""
     alone = slot.stack.merges and order.server.quorum is None and not order.probing
-    return alone and can_be_alone(order.exchange.phase, order.exchange.cohort)
+    return alone and can_be_alone(order.exchange.phase)
 
 
 def exchange_on_device(stack: DeviceStack, orders: Sequence[Order]) -> dict[int, Played | FednormError]:
@@ -274,11 +273,11 @@ def can_stay(sites: Sites) -> bool:
     return fits and sites.batches.pool.live is None
 
 
-def can_train_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
-    """Whether clients can train each for itself in a program, with state that has its row on the device."""
-    return not (len(phase.passes) > 1 or phase.phase.lockstep or (phase.kept and UNION in clients))
+def can_train_alone(phase: PreparedPhase) -> bool:
+    """Whether clients can train each for itself in a program."""
+    return len(phase.passes) == 1 and not phase.phase.lockstep
 
 
-def can_be_alone(phase: PreparedPhase, clients: Sequence[int]) -> bool:
+def can_be_alone(phase: PreparedPhase) -> bool:
     """Whether all of an exchange can be a program: nothing is left to do between clients' steps and the merge."""
-    return can_train_alone(phase, clients) and not any(each.rule.closings for each in phase.passes)
+    return can_train_alone(phase) and not any(each.rule.closings for each in phase.passes)

@@ -35,7 +35,7 @@ from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.kernels.swapped import restore
 from fednorm.engines.stack.lost_writes import LostWritesRefused
-from fednorm.engines.stack.merged_outside import has_rows, play_from_slot
+from fednorm.engines.stack.merged_outside import play_from_slot
 from fednorm.engines.stack.slot import StackSlot, can_stay, exchange_on_device, slot_of
 from fednorm.engines.stack.slow_operators import slow_operators_named
 from fednorm.errors import ConfigError, FednormError, first_line
@@ -113,7 +113,7 @@ class StackedEngine:
     def _play_plainly(self, order: Order) -> Played:
         """An exchange that is merged on the host, by whatever way its clients train."""
         trainer, slot = self._trainers[id(order.sites)], slot_of(order)
-        if slot is not None and has_rows(order.exchange):
+        if slot is not None:
             return play_from_slot(order, slot, trainer.train)
         self.bring_home(order.states, order.server.held)
         done = play_plainly(order, trainer.train)
