@@ -21,7 +21,9 @@ from fednorm.engines.stack.kernels.entropy import run_entropy
 from fednorm.engines.stack.kernels.images import take_images
 from fednorm.engines.stack.kernels.ops import channels_last, channels_second
 from fednorm.engines.stack.kernels.sgd import run_sgd
+from fednorm.engines.stack.kernels.standard import run_standardise
 from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, conv_tile
+from fednorm.layers.ws_conv import Standard
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -146,6 +148,19 @@ def check_group_norm(channels: int, groups: int, size: int) -> None:
         for left, right in zip(grads, wanted, strict=True):
             close(left, right, 1e-3)
         close(masked, dy * (got > 0))
+
+
+def check_standardise(outs: int, ins: int, side: int, standard: Standard) -> None:
+    """Standardised filters that lie apart, and their gradient; filters of zeros have one too."""
+    w = torch.randn(2, outs, side, side, ins, device=DEVICE)
+    w[0, 1] = 0.0
+    w.requires_grad_()
+    y = torch.stack([standard(each) for each in w])
+    dy = torch.randn_like(y)
+    (wanted,) = torch.autograd.grad(y, w, dy)
+    rows = apart(w.detach())
+    close(run_standardise(rows, standard), y)
+    close(run_standardise(rows, standard, dy), wanted)
 
 
 def check_far_apart() -> None:
@@ -345,6 +360,9 @@ def main() -> None:
         check_group_norm(*case)
     for case in ((40, 3, 1, 1, 1, 8), (5, 3, 2, 1, 1, 7), (16, 5, 2, 2, 1, 10), (3, 7, 1, 3, 1, 5), (6, 3, 1, 2, 2, 6)):
         check_depthwise(*case)
+    for case in ((5, 3, 3), (16, 16, 3), (3, 40, 1)):
+        for standard in (Standard(1.0, 3.0, 0.0, 1e-5), Standard(1.7, 1.0, 1e-2, 0.0)):
+            check_standardise(*case, standard)
     check_many_parts()
     if DEVICE == "cpu":
         check_far_apart()

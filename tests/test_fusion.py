@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from fednorm.engines.stack.compiled import compiled, repays
 from fednorm.engines.stack.fusion import fuse
+from fednorm.engines.stack.in_place import write_in_place
 from fednorm.engines.stack.kernels.tiles import ALONE, FEW_ROWS
 from fednorm.engines.stack.row_matrix import aligned
 from fednorm.engines.stack.tracing import trace
@@ -243,3 +244,46 @@ def test_what_the_compiler_makes_of_a_program_is_the_same_function() -> None:
     call = compiled(trace(step, state), state)
     assert call is not None
     assert torch.allclose(call(state)[0]["w"], step(state)[0]["w"], atol=1e-6)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
+def test_a_compiled_program_writes_updates_over_what_they_read() -> None:
+    """A copy of all weights and one of all velocities a step took longer than the compiler saved."""
+    old = {"w": torch.randn(2, 8), "velocity": torch.randn(2, 8), "x": torch.randn(2, 8)}
+    rate = torch.full((2,), 0.1)
+
+    def step(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        grads = [(state["x"].sin() * state["w"]).softmax(1)]
+        w, velocity = torch.ops.fednorm.sgd(state["w"], grads, state["velocity"], rate, rate, rate, [], [])
+        return {"w": w, "velocity": velocity, "seen": grads[0].sum(1), "x": state["x"]}, {}
+
+    wanted, _ = step(old)
+    traced = fuse(trace(step, old))
+    assert write_in_place(traced, old) == {"w", "velocity"}
+    call = compiled(traced, old)
+    assert call is not None
+    state = {key: value.clone() for key, value in old.items()}
+    new, _ = call(state)
+    assert new["w"] is state["w"]
+    assert new["velocity"] is state["velocity"]
+    assert new["x"] is state["x"]
+    for key, value in wanted.items():
+        assert torch.allclose(new[key], value, atol=1e-6), key
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
+def test_windows_that_hang_over_the_edge_are_not_left_to_the_compiler() -> None:
+    """Its gradient of an average pooling with `ceil_mode` divides the last windows by too much."""
+    state = {"x": torch.randn(2, 3, 8, 8)}
+
+    def step(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        y, back = torch.func.vjp(lambda x: functional.avg_pool2d(x, 3, 2, ceil_mode=True), state["x"])
+        return {"x": back(y.cos())[0]}, {}
+
+    call = compiled(trace(step, state), state)
+    assert call is not None
+    assert torch.allclose(call(state)[0]["x"], step(state)[0]["x"], atol=1e-6)

@@ -17,10 +17,12 @@ from torch.func import functional_call, grad_and_value
 from fednorm.core.optimizers import AdamUpdate
 from fednorm.core.state import entries
 from fednorm.engines.stack.kernels import adam_ops as adam_ops  # makes the operator known to torch
-from fednorm.engines.stack.kernels import ops
+from fednorm.engines.stack.kernels import ops, weight_ops
 from fednorm.engines.stack.kernels.layers import StackBatchNorm2d, StackConv2d, StackLinear, use_kernels
+from fednorm.layers.fixup import ShiftedConv2d
 from fednorm.layers.keyed import KeyedDropout, number_keyed_layers
-from fednorm.layers.ws_conv import WSConv2d
+from fednorm.layers.sample_norms import InstanceNorm
+from fednorm.layers.ws_conv import Standard, WSConv2d
 from fednorm.models import build
 
 CLIENTS = 3
@@ -137,10 +139,36 @@ def test_outside_a_mapping_the_layers_are_torchs() -> None:
     assert torch.allclose(plain.eval()(x), swapped.eval()(x), atol=1e-12)
 
 
+def test_standardised_and_shifted_convolutions_have_the_gradients_of_the_layers_they_replace() -> None:
+    """Both styles, a learned gain, a filter for each channel, and filters so small that their norm is bounded."""
+    shifted = ShiftedConv2d(6, 6, 3)
+    shifted.shift = nn.Parameter(torch.full((1,), 0.5))
+    layers = [WSConv2d(1, 6, 3, style="qiao"), nn.ReLU(), WSConv2d(6, 6, 3, learnable_gain=True, bias=False), shifted]
+    layers += [InstanceNorm(6, True, "norm"), WSConv2d(6, 6, 3, groups=6), WSConv2d(6, 6, 1), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(6 * 16, 10)).double().train()
+    nn.init.constant_(model[6].weight, 0.5)
+    swapped = copy.deepcopy(model)
+    assert use_kernels(swapped) == 6
+    assert_same_gradients(swapped, model)
+
+
+def test_constant_filters_have_the_gradient_of_the_layer_they_are_in() -> None:
+    """A norm of zero has none, and one below the bound changes nothing."""
+    w = torch.zeros(2, 3, 2, 3, 3, dtype=torch.float64)
+    w[1] = 1e-4 * torch.randn(3, 2, 3, 3, dtype=torch.float64)
+    dy = torch.randn_like(w)
+    for standard in (Standard(1.0, 17**0.5, 0.0, 1e-5), Standard(1.7, 1.0, 1e-2, 0.0)):
+        leaf = w.clone().requires_grad_()
+        y = torch.stack([standard(each) for each in leaf])
+        (wanted,) = torch.autograd.grad(y, leaf, dy)
+        assert torch.allclose(weight_ops.standardise(w, *standard), y.detach(), atol=1e-12)
+        assert torch.allclose(weight_ops.standardise_grad(w, dy, *standard), wanted, rtol=1e-9)
+
+
 def test_only_plain_layers_are_swapped() -> None:
     special = [nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, dilation=2), nn.Conv2d(4, 4, 3, padding="same")]
     special += [nn.MaxPool2d(3, 2), nn.MaxPool2d(2, padding=1), nn.MaxPool2d(2, ceil_mode=True), KeyedDropout(0.5, 2)]
-    model = nn.Sequential(*special, WSConv2d(4, 4, 3), nn.SyncBatchNorm(4))
+    model = nn.Sequential(*special, type("Own", (nn.Conv2d,), {})(4, 4, 3), nn.SyncBatchNorm(4))
     assert use_kernels(model) == 0
     assert not any(isinstance(module, StackConv2d | StackBatchNorm2d) for module in model.modules())
 

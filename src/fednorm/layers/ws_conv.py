@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,23 @@ RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
 
 _SMALLEST_NORM = 1e-2  # Brock et al. bound the squared norm below by 1e-4: a depthwise filter of nine equal weights
 _QIAO_EPS = 1e-5  # added to the standard deviation, as in the code of Qiao et al. 2019 (arXiv 1903.10520)
+
+
+class Standard(NamedTuple):
+    """What filters are standardised to: gain (w - mean) / (max(norm / divisor, floor) + offset), norm = |w - mean|."""
+
+    gain: float
+    divisor: float
+    floor: float
+    offset: float
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """Filters (out, ...), standardised."""
+        dims = tuple(range(1, weight.dim()))
+        centred = weight - weight.mean(dims, keepdim=True)
+        # The norm, and not var().sqrt(), because its gradient at a constant filter is 0 and not NaN.
+        norm = torch.linalg.vector_norm(centred, dim=dims, keepdim=True)
+        return centred * (self.gain / ((norm / self.divisor).clamp_min(self.floor) + self.offset))
 
 
 class WSConv2d(nn.Conv2d):
@@ -48,15 +65,19 @@ class WSConv2d(nn.Conv2d):
         self.register_parameter("channel_gain", learned)
 
     def standardised_weight(self) -> Tensor:
-        centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        # The norm, and not var().sqrt(), because its gradient at a constant filter is 0 and not NaN.
-        norm = torch.linalg.vector_norm(centred, dim=(1, 2, 3), keepdim=True)
+        standard = self.standardised(self.weight)
+        return standard if self.channel_gain is None else standard * self.channel_gain
+
+    def standardised(self, weight: Tensor) -> Tensor:
+        """Filters with mean zero and the norm or deviation of the style."""
+        return self.numbers(weight)
+
+    @property
+    def numbers(self) -> Standard:
+        """The style in numbers."""
         if self.style == "qiao":
-            fan_in = self.weight[0].numel()
-            scale = self.gain / (norm / math.sqrt(fan_in - 1) + _QIAO_EPS)
-        else:
-            scale = self.gain / norm.clamp_min(_SMALLEST_NORM)
-        return centred * scale if self.channel_gain is None else centred * scale * self.channel_gain
+            return Standard(self.gain, math.sqrt(self.weight[0].numel() - 1), 0.0, _QIAO_EPS)
+        return Standard(self.gain, 1.0, _SMALLEST_NORM, 0.0)
 
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, self.standardised_weight(), self.bias)

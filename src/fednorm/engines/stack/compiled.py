@@ -7,13 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fednorm.core.state import Tree
+from fednorm.engines.stack.in_place import IN_PLACE
+from fednorm.engines.stack.kernels import element_ops as element_ops  # makes the operators known to torch
 from fednorm.engines.stack.rewrites.nodes import may_be_view
 from fednorm.errors import first_line
 
+_AVERAGED = torch.ops.aten.avg_pool2d_backward.default
+"""Where windows hang over the edge (`ceil_mode`), what torch's compiler makes of it is wrong (2.11 to 2.15)."""
 _LAUNCH = 3e-6
 """Seconds that a launch takes of a captured program, at least."""
 _COMPILE = 0.03
@@ -45,13 +49,37 @@ def _compiled(traced: GraphModule, state: Tree) -> Callable[[Tree], Any]:
     from torch._inductor.compile_fx import compile_fx
 
     graph = Graph()  # one that takes and returns tensors side by side, as the compiler wants them
-    graph.output(graph.graph_copy(traced.graph, {}))
-    plain = GraphModule(traced, graph)
+    returned: Any = graph.graph_copy(traced.graph, {})
+    # The compiler would let updates in place write elsewhere and copy that back, so they are called behind its program.
+    updates = [node for node in graph.nodes if node.target in IN_PLACE]
+    operators = [update.target for update in updates]
+    wanted, spec = tree_flatten((list(returned), [update.args for update in updates]))
+    for update in updates:
+        graph.erase_node(update)
+    for pool in graph.find_nodes(op="call_function", target=_AVERAGED):
+        if pool.args[5]:
+            pool.target = torch.ops.fednorm.overhanging_pool_grad.default
+    entries = {node: number for number, node in enumerate(graph.find_nodes(op="placeholder"))}
+    graph.output([each for each in wanted if _is_made(each, entries)])
     with torch.no_grad(), torch._inductor.config.patch({"fallback_random": True}):  # pyright: ignore[reportAttributeAccessIssue]
-        function: Any = compile_fx(plain, tree_leaves(state))
+        function: Any = compile_fx(GraphModule(traced, graph), tree_leaves(state))
 
     def call(state: Tree) -> Any:
+        given = tree_leaves(state)
         with torch.no_grad():
-            return tree_unflatten(function(*tree_leaves(state)), traced._out_spec)  # type: ignore[arg-type]
+            made = iter(function(*given))
+            flat = [
+                next(made) if _is_made(each, entries) else given[entries[each]] if isinstance(each, Node) else each
+                for each in wanted
+            ]
+            moves, arguments = tree_unflatten(flat, spec)
+            for operator, args in zip(operators, arguments, strict=True):
+                operator(*args)
+        return tree_unflatten(moves, traced._out_spec)  # type: ignore[arg-type]
 
     return call
+
+
+def _is_made(each: Any, entries: dict[Node, int]) -> bool:
+    """Whether a program computes this, which is neither given to it nor a constant."""
+    return isinstance(each, Node) and each not in entries

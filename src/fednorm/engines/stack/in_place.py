@@ -20,6 +20,7 @@ _UPDATES: dict[Any, tuple[Any, tuple[tuple[int, int], ...]]] = {
     _own.adam.default: (_own.adam_in_place.default, ((0, 0), (2, 1), (3, 2), (4, 3))),
 }
 """By the operator of an update: the same in place, and (argument, place among what is returned) of all it moves."""
+IN_PLACE = frozenset(in_place for in_place, _ in _UPDATES.values())
 
 
 def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
@@ -39,8 +40,9 @@ def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
         found = [key for key in keys if key is not None]
         if len(found) < len(keys) or any(_read_after(update, entries[key]) for key in found):
             continue
+        args = dict(enumerate(update.args)) | {read: _whole(update.args[read]) for read, _ in moves}
         with graph.inserting_before(update):
-            graph.call_function(in_place, update.args)
+            graph.call_function(in_place, tuple(args.values()))
         for key in found:
             moved = new[key]
             moved.replace_all_uses_with(entries[key])

@@ -56,9 +56,8 @@ class Program:
             traced = fuse(trace(function, state))
             if on_gpu:
                 compile_kernels(traced)
+            self._in_place = write_in_place(traced, state)
             joined = compiled(traced, state) if on_gpu and repays(traced, calls) else None
-            if joined is None:
-                self._in_place = write_in_place(traced, state)
             self._function = joined or traced
         if on_gpu:
             self._capture(memory)

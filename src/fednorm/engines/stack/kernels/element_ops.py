@@ -159,6 +159,23 @@ def _(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return aligned_like(flat, dtype)
 
 
+@torch.library.custom_op("fednorm::overhanging_pool_grad", mutates_args=())
+def overhanging_pool_grad(
+    dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, padded: bool,
+    divisor: int | None,
+) -> Tensor:  # fmt: skip
+    """Torch's own gradient of an average pooling, as an operator that its compiler cannot look into."""
+    return torch.ops.aten.avg_pool2d_backward(dy, x, kernel, stride, padding, ceil, padded, divisor)
+
+
+@overhanging_pool_grad.register_fake
+def _(
+    dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, padded: bool,
+    divisor: int | None,
+) -> Tensor:  # fmt: skip
+    return torch.ops.aten.avg_pool2d_backward(dy, x, kernel, stride, padding, ceil, padded, divisor)
+
+
 @torch.library.custom_op("fednorm::fold", mutates_args=())
 def fold(stack: Tensor, weights: Tensor) -> Tensor:
     """sum_k p_k x_k in float64 of the clients of each run: stacks (run, client, number), weights (run, client)."""

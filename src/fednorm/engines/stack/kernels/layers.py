@@ -14,33 +14,54 @@ from torch.utils._pytree import tree_map_only
 
 from fednorm.engines.stack.kernels import mapped, ops
 from fednorm.engines.stack.kernels.swapped import Swapped
+from fednorm.layers.fixup import ShiftedConv2d
 from fednorm.layers.keyed import KeyedDropout
+from fednorm.layers.sample_norms import InstanceNorm
+from fednorm.layers.ws_conv import WSConv2d
 
 WORTH_ROUNDING = 4096
 """Weights of a linear layer from which on a narrow type pays; a small head keeps its own."""
 
 
+def _convolve(self: nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What a convolution does with the input and the weight that its `forward` has made ready."""
+    layer = cast(Swapped, self)
+    x = input if layer.narrow is None else input.to(layer.narrow)
+    numbers = self.stride[0], tuple(self.padding)
+    if self.groups == 1:
+        y: Any = mapped.Conv.apply(x, weight, *numbers)
+    else:
+        y = mapped.Depthwise.apply(x, weight, *numbers, self.dilation[0])
+    y = y.contiguous() if layer.dense else y
+    return y if bias is None else y + bias.to(y.dtype).view(-1, 1, 1)
+
+
 class StackConv2d(nn.Conv2d, Swapped):
-    """A Conv2d whose mapping over clients is one kernel."""
+    """A Conv2d, or one with a filter for each channel, whose mapping over clients is one kernel."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        x = input if self.narrow is None else input.to(self.narrow)
-        y: Any = mapped.Conv.apply(x, self.weight, self.stride[0], tuple(self.padding))
-        return _with_bias(self, y)
+    _conv_forward = _convolve
 
 
-class StackDepthwise2d(nn.Conv2d, Swapped):
-    """A Conv2d with a filter for each channel, whose mapping over clients is one kernel."""
+class StackWSConv2d(WSConv2d, Swapped):
+    """The same of weights that are standardised first, by another kernel."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        x = input if self.narrow is None else input.to(self.narrow)
-        numbers = self.stride[0], tuple(self.padding), self.dilation[0]
-        return _with_bias(self, cast(Any, mapped.Depthwise.apply(x, self.weight, *numbers)))
+    _conv_forward = _convolve
+
+    def standardised(self, weight: Tensor) -> Tensor:
+        return cast(Any, mapped.Standardise.apply(weight, *self.numbers))
 
 
-def _with_bias(conv: nn.Conv2d, y: Tensor) -> Tensor:
-    y = y.contiguous() if cast(Swapped, conv).dense else y
-    return y if conv.bias is None else y + conv.bias.to(y.dtype).view(-1, 1, 1)
+class StackShiftedConv2d(ShiftedConv2d, Swapped):
+    """The same of a shifted input."""
+
+    _conv_forward = _convolve
+
+
+_CONVOLUTIONS: dict[type[nn.Conv2d], type[nn.Conv2d]] = {
+    nn.Conv2d: StackConv2d,
+    WSConv2d: StackWSConv2d,
+    ShiftedConv2d: StackShiftedConv2d,
+}
 
 
 class StackBatchNorm2d(nn.BatchNorm2d, Swapped):
@@ -89,11 +110,31 @@ class StackGroupNorm(nn.GroupNorm, Swapped):
     """A GroupNorm of images whose pass over a stack of clients is one kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
-        tested = not self.training and not torch.is_grad_enabled()
-        if tested or input.dim() != 4 or self.weight is None:
-            return super().forward(input if self.weight is None else input.to(self.weight.dtype))
-        y: Any = mapped.GroupNorm.apply(input, self.weight, self.bias, self.num_groups, self.eps)[0]
-        return y.contiguous() if self.dense else y
+        return _group_norm(self, input) if _has_groups(self, input) else super().forward(_as_its_weight(self, input))
+
+
+class StackInstanceNorm(InstanceNorm, Swapped):
+    """The same with a group for each channel; maps of one pixel are refused as ever."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.shape[2:].numel() > 1 and _has_groups(self, input):
+            return _group_norm(self, input)
+        return super().forward(_as_its_weight(self, input))
+
+
+def _has_groups(norm: nn.GroupNorm, x: Tensor) -> bool:
+    """Whether the stack operator does what this norm does with an input."""
+    tested = not norm.training and not torch.is_grad_enabled()
+    return not tested and x.dim() == 4 and norm.weight is not None
+
+
+def _group_norm(norm: nn.GroupNorm, images: Tensor) -> Tensor:
+    y: Any = mapped.GroupNorm.apply(images, norm.weight, norm.bias, norm.num_groups, norm.eps)[0]
+    return y.contiguous() if cast(Swapped, norm).dense else y
+
+
+def _as_its_weight(norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    return x if norm.weight is None else x.to(norm.weight.dtype)
 
 
 class StackLinear(nn.Linear, Swapped):
@@ -132,7 +173,7 @@ class StackDropout(KeyedDropout, Swapped):
 def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
     """Let plain layers of the types above run as stack operators; returns how many changed.
 
-    Only exact types change: a subclass may compute something else. Tensors and keys stay. With `narrow` (bfloat16)
+    Only exact types change: a subclass that is not our own may compute something else. Tensors and keys stay. With `narrow` (bfloat16)
     convolutions and large linear layers round their inputs and hand on what is narrow; every other layer with
     parameters is given its own type, so any model runs, and the model's output is as wide as without.
     """
@@ -141,7 +182,7 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
     changed = 0
     for module in model.modules():
         if _is_plain(module) or _is_depthwise(module):
-            module.__class__ = StackConv2d if _is_plain(module) else StackDepthwise2d
+            module.__class__ = _CONVOLUTIONS[type(module)]  # pyright: ignore[reportArgumentType]
             vars(module).update(narrow=narrow, dense=dense)
         elif type(module) is nn.BatchNorm2d:
             module.__class__ = StackBatchNorm2d
@@ -149,6 +190,8 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
             module.__class__ = StackBatchNorm1d
         elif type(module) is nn.GroupNorm:
             module.__class__ = StackGroupNorm
+        elif type(module) is InstanceNorm:
+            module.__class__ = StackInstanceNorm
         elif narrow is not None and _is_large(module):
             module.__class__ = StackLinear
             vars(module).update(narrow=narrow)
@@ -201,7 +244,7 @@ def _is_depthwise(conv: nn.Module) -> bool:
 def _is_even(conv: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether this is a convolution with one step in both directions and zeros around, as many on either side."""
     return (
-        type(conv) is nn.Conv2d
+        type(conv) in _CONVOLUTIONS
         and conv.stride[0] == conv.stride[1]
         and not isinstance(conv.padding, str)
         and conv.padding_mode == "zeros"
@@ -218,4 +261,5 @@ def _side(pool: nn.MaxPool2d) -> int:
 
 def filters_lie_channels_last(model: nn.Module) -> bool:
     """Whether filters are best laid out as the stack's kernels read them."""
-    return any(isinstance(module, StackConv2d) for module in model.modules())
+    kinds = tuple(_CONVOLUTIONS.values())
+    return any(isinstance(module, kinds) and module.groups == 1 for module in model.modules())

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fednorm.engines.stack.kernels import depth_ops, element_ops, layer_ops, ops
+from fednorm.engines.stack.kernels import depth_ops, element_ops, layer_ops, ops, weight_ops
 from fednorm.layers.keyed import dropped
+from fednorm.layers.ws_conv import Standard
 
 Pair = tuple[int, int]
 
@@ -138,6 +139,37 @@ class _DepthwiseWeightGrad(_FirstOrder):
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], x: Tensor, dy: Tensor, *numbers: Any) -> Any:
         return depth_ops.depthwise_weight_grad(*stacked(info, dims, x, dy), *_listed(numbers)), 0
+
+
+class Standardise(torch.autograd.Function):
+    """Weights with mean zero and a norm or deviation for each filter; the numbers are those of `Standard`."""
+
+    @staticmethod
+    def forward(w: Tensor, *numbers: float) -> Tensor:
+        return Standard(*numbers)(w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        w, *ctx.numbers = inputs
+        ctx.save_for_backward(w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (_StandardiseGrad.apply(*ctx.saved_tensors, grads[0], *ctx.numbers), *(None,) * len(ctx.numbers))
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], w: Tensor, *numbers: float) -> Any:
+        return weight_ops.standardise(*stacked(info, dims, w), *numbers), 0
+
+
+class _StandardiseGrad(_FirstOrder):
+    @staticmethod
+    def forward(w: Tensor, dy: Tensor, *numbers: float) -> Tensor:
+        return weight_ops.standardise_grad(w.unsqueeze(0), dy.unsqueeze(0), *numbers).squeeze(0)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], w: Tensor, dy: Tensor, *numbers: float) -> Any:
+        return weight_ops.standardise_grad(*stacked(info, dims, w, dy), *numbers), 0
 
 
 class Norm(torch.autograd.Function):

@@ -42,7 +42,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def _filters(w: Tensor) -> Tensor:
+def filters(w: Tensor) -> Tensor:
     """(client, out, height, width, in), each client's filters in one piece."""
     laid = w.permute(0, 1, 3, 4, 2)
     return laid if laid[0].is_contiguous() else laid.contiguous()
@@ -113,7 +113,7 @@ def _conv_kernel(
 
     size, shape = _out_size(x, w, stride, padding), _shape(w, stride, padding)
     offset = None if bias is None else _rows(bias)
-    y, parts = run_conv(channels_last(x), _filters(w), size, shape, bias=offset, relu=relu, moments=moments)
+    y, parts = run_conv(channels_last(x), filters(w), size, shape, bias=offset, relu=relu, moments=moments)
     return channels_second(y), parts
 
 
@@ -145,7 +145,7 @@ def conv_input_grad(
 
         extra = None if addend is None else channels_last(addend)
         shape, out = _shape(w, stride, padding), (size[0], size[1])
-        grad, _ = run_conv(channels_last(dy), _filters(w), out, shape, backward=True, addend=extra)
+        grad, _ = run_conv(channels_last(dy), filters(w), out, shape, backward=True, addend=extra)
         return channels_second(grad)
     clients = len(w)
     wide = w.flatten(0, 1).to(dy.dtype)
