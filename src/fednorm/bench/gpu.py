@@ -22,6 +22,8 @@ from fednorm.running.run import Run
 from fednorm.running.store import Store
 
 BATCH, IMAGES = 20, 1000
+STEPS_OF_A_RUN = 100_000
+"""Local steps of the runs that are timed, as studies have them: how long a run is decides what of it is compiled."""
 EVERY_STEP = "stacked bf16, merged after every step"
 
 
@@ -134,7 +136,8 @@ def end_runs(plays: Mapping[str, Play]) -> None:
 
 def config_of(model: str, name: str, precision: str, device: torch.device, **work: int) -> RunConfig:
     """A run of this workload in an engine, without scoring and checkpoints; `work` is of each client in a round."""
-    settings: dict[str, Any] = {"model": model, "rounds": FOREVER, **{f"train.{key}": n for key, n in work.items()}}
+    settings: dict[str, Any] = {"model": model, **{f"train.{key}": n for key, n in work.items()}}
+    settings |= {"rounds": max(1, STEPS_OF_A_RUN // work.get("local_steps", 1))}
     settings |= {"train.batch_size": BATCH, "train.lr": 0.001, "train.momentum": 0.9, "train.weight_decay": 1e-4}
     settings |= {"train.augment": "crop(2)+flip", "eval.every": FOREVER, "engine.checkpoint_every": FOREVER}
     settings |= {"engine.name": name, "engine.precision": precision, "engine.device": str(device)}

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fednorm.errors import ConfigError
+
 QUIET = 0.05
 """A timing counts if other programs took less than this share of the cores meanwhile."""
 FOREVER = 1_000_000_000
@@ -201,7 +203,9 @@ class Rounds:
         now = started
         told: list[float] = []
         while run.round == first or now - started < seconds:
-            row = next(self._rows)
+            row = next(self._rows, None)
+            if row is None:
+                raise ConfigError(f"the run that is timed is over after {run.round} rounds; give fewer --seconds")
             now = time.perf_counter()
             if self.first_row is None:
                 self.first_row = now - self._made_at

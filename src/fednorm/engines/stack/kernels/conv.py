@@ -58,11 +58,13 @@ def _conv_kernel(
     in_height, in_width, out_height, out_width, tiles,
     IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, BACKWARD: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    RELU: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr, HALVED: tl.constexpr,
+    RELU: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr, HALVED: tl.constexpr, GATHERED: tl.constexpr,
     PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     """y = conv(x, w), or with BACKWARD the gradient of the input: there x is dy, IN are the filters' outputs.
 
+    All terms of a turn belong to one tap, so that a pixel has one place to read from, not one for each term; the last
+    turn of a tap may have terms too many. Of very few channels (GATHERED) a turn has those of several taps.
     BIAS adds a number to each channel, ADD a tensor of y's shape; RELU follows. MOMENTS leaves mean and squared
     deviations of each tile's pixels, for a batch norm. Of a step of 2 backward, a pixel meets every other tap in
     either direction: HALVED takes the pixels of even and odd rows and columns apart, each with the taps it meets.
@@ -70,6 +72,7 @@ def _conv_kernel(
     tile = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
     total = batch * out_height * out_width
+    depth: tl.constexpr = IN if GATHERED else (IN + TERMS - 1) // TERMS * TERMS
     if HALVED:
         kind = tile // (tiles // 4)
         wide = out_width // 2
@@ -80,22 +83,31 @@ def _conv_kernel(
         pixel = tl.where(image < batch, (image * out_height + row) * out_width + column, total)
         first_h, first_w = (kind // 2 + PAD_H) % 2, (kind % 2 + PAD_W) % 2
         taps_w = (KW + 1 - first_w) // 2
-        turns = (KH + 1 - first_h) // 2 * taps_w * IN
+        turns = (KH + 1 - first_h) // 2 * taps_w * depth
     else:
         pixel = tile * PIXELS + tl.arange(0, PIXELS)
         column = pixel % out_width
         row = (pixel // out_width) % out_height
         image = pixel // (out_width * out_height)
-        first_h, first_w, taps_w, turns = 0, 0, KW, KH * KW * IN
+        first_h, first_w, taps_w, turns = 0, 0, KW, KH * KW * depth
     outs = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     x_base = x_ptr + client * (batch * in_height * in_width * IN)
     w_base = w_ptr + client * w_stride
     acc = tl.zeros((PIXELS, BLOCK_OUT), dtype=tl.float32)
     for start in range(0, turns, TERMS):
-        term = start + tl.arange(0, TERMS)
-        if IN % TERMS == 0:
-            # All terms of a turn belong to one tap, so that a pixel has one place to read from, not one for each term.
-            tap, channel = start // IN, tl.multiple_of(start % IN, TERMS) + tl.arange(0, TERMS)
+        if GATHERED:
+            term = start + tl.arange(0, TERMS)
+            tap, channel = (term // IN)[:, None], term % IN
+            known = (term < KH * KW * IN)[:, None]
+            place, hit = _source(
+                row[:, None], column[:, None], (term // IN // KW)[None, :], (term // IN % KW)[None, :],
+                in_height, in_width, STRIDE, PAD_H, PAD_W, BACKWARD,
+            )  # fmt: skip
+            at = (image[:, None] * (in_height * in_width) + place) * IN + channel[None, :]
+            hit = hit & (pixel < total)[:, None] & (term < KH * KW * IN)[None, :]
+        else:
+            tap, channel = start // depth, tl.multiple_of(start % depth, TERMS) + tl.arange(0, TERMS)
+            known = (channel < IN)[:, None]
             if HALVED:
                 tap = (first_h + tap // taps_w * 2) * KW + first_w + tap % taps_w * 2
             place, hit = _source(
@@ -103,23 +115,17 @@ def _conv_kernel(
             )  # fmt: skip
             at = ((image * (in_height * in_width) + place) * IN)[:, None] + channel[None, :]
             hit = (hit & (pixel < total))[:, None]
-        else:
-            tap, channel = (term // IN)[:, None], term % IN
-            place, hit = _source(
-                row[:, None], column[:, None], (term // IN // KW)[None, :], (term // IN % KW)[None, :],
-                in_height, in_width, STRIDE, PAD_H, PAD_W, BACKWARD,
-            )  # fmt: skip
-            at = (image[:, None] * (in_height * in_width) + place) * IN + channel[None, :]
-            hit = hit & (pixel < total)[:, None] & (term < KH * KW * IN)[None, :]
+            if depth != IN:
+                hit = hit & (channel < IN)[None, :]
         x = tl.load(x_base + at, mask=hit, other=0.0)
         if BACKWARD:
             w_at = channel[:, None] * (KH * KW * OUT) + tap * OUT + outs[None, :]
         else:
-            w_at = outs[None, :] * (KH * KW * IN) + term[:, None]
-        if IN % TERMS == 0 and OUT % BLOCK_OUT == 0:
+            w_at = outs[None, :] * (KH * KW * IN) + (tap * IN + channel[:, None])
+        if not GATHERED and depth == IN and OUT % BLOCK_OUT == 0:
             w = tl.load(w_base + w_at)
         else:
-            w = tl.load(w_base + w_at, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :], other=0.0)
+            w = tl.load(w_base + w_at, mask=known & (outs < OUT)[None, :], other=0.0)
         acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
     finish(
         acc, pixel, tile, outs, client, total, tiles, OUT, bias_ptr, bias_stride, add_ptr, y_ptr, part_ptr,
@@ -131,15 +137,25 @@ def _conv_kernel(
 def _weight_kernel(
     x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, clients,
     IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, TURNS: tl.constexpr, PRECISION: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, TURNS: tl.constexpr, PRECISION: tl.constexpr, GATHERED: tl.constexpr,
     PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    """A share of the pixels' part of the gradient of some taps and channels: x^T dy."""
+    """A share of the pixels' part of the gradient of some taps and channels: x^T dy.
+
+    As forward, the terms of a program belong to one tap, of very few channels to several.
+    """
     split = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
     out_blocks: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     outs = (tl.program_id(2) % out_blocks) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    term = (tl.program_id(2) // out_blocks) * TERMS + tl.arange(0, TERMS)
+    if GATHERED:
+        term = (tl.program_id(2) // out_blocks) * TERMS + tl.arange(0, TERMS)
+        tap, channel, known = term // IN, term % IN, term < KH * KW * IN
+    else:
+        blocks: tl.constexpr = (IN + TERMS - 1) // TERMS
+        tap = tl.program_id(2) // out_blocks // blocks
+        channel = (tl.program_id(2) // out_blocks % blocks) * TERMS + tl.arange(0, TERMS)
+        term, known = tap * IN + channel, channel < IN
     total = batch * out_height * out_width
     x_base = x_ptr + client * (batch * in_height * in_width * IN)
     dy_base = dy_ptr + client * (total * OUT)
@@ -149,25 +165,26 @@ def _weight_kernel(
         column = pixel % out_width
         row = (pixel // out_width) % out_height
         image = pixel // (out_width * out_height)
-        if IN % TERMS == 0:
-            tap = (tl.program_id(2) // out_blocks) * TERMS // IN
-            place, hit = _source(row, column, tap // KW, tap % KW, in_height, in_width, STRIDE, PAD_H, PAD_W, False)
-            at = ((image * (in_height * in_width) + place) * IN)[:, None] + (term % IN)[None, :]
-            hit = (hit & (pixel < total))[:, None]
-        else:
+        if GATHERED:
             place, hit = _source(
-                row[:, None], column[:, None], (term // IN // KW)[None, :], (term // IN % KW)[None, :],
+                row[:, None], column[:, None], (tap // KW)[None, :], (tap % KW)[None, :],
                 in_height, in_width, STRIDE, PAD_H, PAD_W, False,
             )  # fmt: skip
-            at = (image[:, None] * (in_height * in_width) + place) * IN + (term % IN)[None, :]
-            hit = hit & (pixel < total)[:, None] & (term < KH * KW * IN)[None, :]
+            at = (image[:, None] * (in_height * in_width) + place) * IN + channel[None, :]
+            hit = hit & (pixel < total)[:, None] & known[None, :]
+        else:
+            place, hit = _source(row, column, tap // KW, tap % KW, in_height, in_width, STRIDE, PAD_H, PAD_W, False)
+            at = ((image * (in_height * in_width) + place) * IN)[:, None] + channel[None, :]
+            hit = (hit & (pixel < total))[:, None]
+            if IN % TERMS != 0:
+                hit = hit & known[None, :]
         x = tl.load(x_base + at, mask=hit, other=0.0)
         dy_mask = (pixel < total)[:, None] & (outs < OUT)[None, :]
         dy = tl.load(dy_base + pixel[:, None] * OUT + outs[None, :], mask=dy_mask, other=0.0)
         acc = tl.dot(tl.trans(x), dy, acc, input_precision=PRECISION)
     base = (split * clients + client) * (OUT * IN * KH * KW)
     out_at = outs[None, :] * (KH * KW * IN) + term[:, None]
-    tl.store(part_ptr + base + out_at, acc, mask=(term < KH * KW * IN)[:, None] & (outs < OUT)[None, :])
+    tl.store(part_ptr + base + out_at, acc, mask=known[:, None] & (outs < OUT)[None, :])
 
 
 def run_conv(
@@ -183,7 +200,8 @@ def run_conv(
     _, batch, height, width, _ = x.shape
     y = x.new_empty(clients, batch, *size, outs)
     tile = conv_tile(ins, outs, batch * size[0] * size[1], x.dtype == torch.float32)
-    halved = backward and shape.stride == 2 and ins % tile.terms == 0 and size[0] % 2 == size[1] % 2 == 0
+    gathered = ins < tile.terms
+    halved = backward and shape.stride == 2 and not gathered and size[0] % 2 == size[1] % 2 == 0
     share = 4 if halved else 1
     tiles = share * triton.cdiv(batch * size[0] * size[1] // share, tile.pixels)
     parts = torch.empty((clients, tiles, 2, outs) if moments else (0,), dtype=torch.float32, device=x.device)
@@ -195,7 +213,7 @@ def run_conv(
         w.stride(0), 0 if bias is None else bias.stride(0), batch, height, width, *size, tiles,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
         KW=shape.kernel_w, BACKWARD=backward, BIAS=bias is not None, ADD=addend is not None, RELU=relu,
-        MOMENTS=moments, PRECISION=precision(), HALVED=halved, PIXELS=tile.pixels,
+        MOMENTS=moments, PRECISION=precision(), HALVED=halved, GATHERED=gathered, PIXELS=tile.pixels,
         TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, parts
@@ -205,9 +223,11 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     """The gradient of the weights, (client, out, height, width, in) in float32."""
     clients, batch, height, width, ins = x.shape
     out_height, out_width, outs = dy.shape[2:]
-    terms = ins * shape.kernel_h * shape.kernel_w
-    tile, programs = weight_tile(terms, outs, x.dtype == torch.float32)
-    blocks = triton.cdiv(terms, tile.terms) * triton.cdiv(outs, tile.outs)
+    taps = shape.kernel_h * shape.kernel_w
+    tile, programs = weight_tile(taps * ins, outs, x.dtype == torch.float32)
+    gathered = ins < tile.terms
+    each = triton.cdiv(taps * ins, tile.terms) if gathered else taps * triton.cdiv(ins, tile.terms)
+    blocks = each * triton.cdiv(outs, tile.outs)
     # Enough programs to fill the chip, and no fewer than a few turns for each: as many for all small batches.
     tiles = triton.cdiv(batch * out_height * out_width, tile.pixels)
     turns = max(4, triton.cdiv(tiles, max(1, programs // (blocks * clients))))
@@ -221,7 +241,7 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     _weight_kernel[(splits, clients, blocks)](
         x, dy, parts, batch, height, width, out_height, out_width, clients,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
-        KW=shape.kernel_w, TURNS=turns, PRECISION=precision(), PIXELS=tile.pixels,
+        KW=shape.kernel_w, TURNS=turns, PRECISION=precision(), GATHERED=gathered, PIXELS=tile.pixels,
         TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return parts.sum(0) if splits > 1 else parts[0]

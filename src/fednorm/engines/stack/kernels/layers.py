@@ -57,7 +57,7 @@ class StackShiftedConv2d(ShiftedConv2d, Swapped):
     _conv_forward = _convolve
 
 
-_CONVOLUTIONS: dict[type[nn.Conv2d], type[nn.Conv2d]] = {
+_CONVOLUTIONS: dict[type[nn.Module], type[nn.Conv2d]] = {
     nn.Conv2d: StackConv2d,
     WSConv2d: StackWSConv2d,
     ShiftedConv2d: StackShiftedConv2d,
@@ -173,7 +173,7 @@ class StackDropout(KeyedDropout, Swapped):
 def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
     """Let plain layers of the types above run as stack operators; returns how many changed.
 
-    Only exact types change: a subclass that is not our own may compute something else. Tensors and keys stay. With `narrow` (bfloat16)
+    Only exact types change: a subclass may compute something else. Tensors and keys stay. With `narrow` (bfloat16)
     convolutions and large linear layers round their inputs and hand on what is narrow; every other layer with
     parameters is given its own type, so any model runs, and the model's output is as wide as without.
     """
@@ -182,7 +182,7 @@ def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
     changed = 0
     for module in model.modules():
         if _is_plain(module) or _is_depthwise(module):
-            module.__class__ = _CONVOLUTIONS[type(module)]  # pyright: ignore[reportArgumentType]
+            module.__class__ = _CONVOLUTIONS[type(module)]
             vars(module).update(narrow=narrow, dense=dense)
         elif type(module) is nn.BatchNorm2d:
             module.__class__ = StackBatchNorm2d
@@ -244,7 +244,8 @@ def _is_depthwise(conv: nn.Module) -> bool:
 def _is_even(conv: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether this is a convolution with one step in both directions and zeros around, as many on either side."""
     return (
-        type(conv) in _CONVOLUTIONS
+        isinstance(conv, nn.Conv2d)
+        and type(conv) in _CONVOLUTIONS
         and conv.stride[0] == conv.stride[1]
         and not isinstance(conv.padding, str)
         and conv.padding_mode == "zeros"

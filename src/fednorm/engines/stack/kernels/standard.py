@@ -1,4 +1,4 @@
-"""A Triton kernel of standardised weights and of their gradient: a program has a filter, whose numbers it reads once."""
+"""A Triton kernel of standardised weights and of their gradient: a program has a filter and reads it once."""
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 
 import torch

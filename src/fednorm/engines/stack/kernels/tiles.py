@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 
@@ -28,9 +29,9 @@ def words(channels: int) -> tuple[int, int]:
     """How many words a pixel's channels are, and channels of a word: what a kernel must know to read 16 bytes at once.
 
     >>> words(144), words(10)
-    ((18, 8), (10, 1))
+    ((18, 8), (5, 2))
     """
-    word = 8 if channels % 8 == 0 else 1
+    word = gcd(channels, 8)
     return channels // word, word
 
 
@@ -43,6 +44,15 @@ def depth_rows(height: int) -> int:
     return 2 if height % 4 else 4
 
 
+def _fills(channels: int, block: int) -> bool:
+    """Whether blocks of so many channels are not much more than there are.
+
+    >>> [_fills(channels, 128) for channels in (64, 150, 250, 384)]
+    [True, False, True, True]
+    """
+    return channels <= block or 4 * -(-channels // block) * block <= 5 * channels
+
+
 def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:
     """The cut of a convolution by its channels and a client's pixels; `wide` numbers have 4 bytes."""
     block = min(64, max(16, power_of_2(outs)))
@@ -50,7 +60,10 @@ def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:
         return Tile(pixels=8192 // block, outs=block, terms=16, warps=256 // block, stages=3)
     # Many pixels of many terms each would not fit into the 99 KB of a consumer's GPU.
     terms = 32 if ins < 16 else min(64 if block > 16 else 32, power_of_2(ins))
-    if not wide and outs >= 128 and terms == 64:
+    large = not wide and outs >= 128 and terms == 64 and _fills(outs, 128)
+    if terms == 64 and not _fills(ins, terms):
+        terms = 32
+    if large:
         # Many channels come with few pixels, which are then cut finer to have enough programs.
         return Tile(64, 128, terms, 4, 4) if outs >= 256 else Tile(128, 128, terms, 4, 3)
     # Large tiles leave few moments, which every program of a batch norm joins; of small images there would be too few.
@@ -61,7 +74,7 @@ def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:
 def weight_tile(terms: int, outs: int, wide: bool) -> tuple[Tile, int]:
     """The cut of a gradient of weights, and how many programs should share the work; `wide` numbers have 4 bytes."""
     most = min(64, max(16, power_of_2(terms)))
-    block = min(64 if wide else 128, max(16, power_of_2(outs)))
+    block = min(64 if wide or not _fills(outs, 128) else 128, max(16, power_of_2(outs)))
     if block == 16:
         return Tile(64, 16, most, 2, 2), 1056
     return (Tile(64, block, min(32, most), 4, 3), 1056) if wide else (Tile(64, block, most, 4, 3), 528)
