@@ -34,6 +34,7 @@ KERNELS = (
     ("run_depthwise", "run_filter_grad"),
     ("run_entropy",),
     ("run_sgd",),
+    ("run_standardise",),
 )
 ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd", "run_entropy"}
 
@@ -42,6 +43,7 @@ ALWAYS = {"run_conv", "run_weight_grad", "run_fold", "run_sgd", "run_entropy"}
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel was launched."""
     from fednorm.engines.stack.kernels import adam, conv, depthwise, elements, entropy, group_norm, images, norm, sgd
+    from fednorm.engines.stack.kernels import standard as weights
 
     counts: Counter[str] = Counter()
 
@@ -52,7 +54,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return count
 
-    modules = conv, norm, elements, images, group_norm, adam, depthwise, entropy, sgd
+    modules = conv, norm, elements, images, group_norm, adam, depthwise, entropy, sgd, weights
     for module, names in zip(modules, KERNELS, strict=True):
         for name in names:
             monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
@@ -146,6 +148,23 @@ def test_rounds_through_the_kernels_equal_the_reference(
     torch.manual_seed(0)
     make, own = MODELS[model]
     reference, run = both(make(), method, train__local_steps=steps)
+    assert gap(reference, run) < 2e-4
+    assert launched.keys() >= ALWAYS | own
+
+
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [
+        ("fedwon", {"run_standardise"}),
+        ("fedavg+gn(groups=2)+ws", {"run_standardise", "run_group_norm", "run_group_norm_grad"}),
+        ("fedavg+in", {"run_group_norm", "run_group_norm_grad"}),
+    ],
+)
+def test_what_takes_the_place_of_batch_norms_goes_through_kernels(
+    method: str, own: set[str], launched: Counter[str]
+) -> None:
+    torch.manual_seed(0)
+    reference, run = both(residual(), method, train__local_steps=2)
     assert gap(reference, run) < 2e-4
     assert launched.keys() >= ALWAYS | own
 
