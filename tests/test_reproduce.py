@@ -162,6 +162,7 @@ def test_the_list_names_every_experiment(tmp_path: Path) -> None:
 
 
 def test_the_queue_speaks_json(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
     places = ("--results", tmp_path / "results", "--work", tmp_path / "work", "--data-dir", tmp_path / "none")
     done = fednorm("reproduce", "--next", "--json", *places)
     assert done.json == {"played": 0, "results": str(tmp_path / "results")}
