@@ -9,13 +9,14 @@ import tempfile
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional, grad
 
 from fednorm.core import rng
 from fednorm.core.optimizers import AdamUpdate
 from fednorm.data.augment import apply, draws, parse, sizes
 from fednorm.engines.stack.gather import _CODES
-from fednorm.engines.stack.kernels import conv, depthwise, elements, group_norm, norm
+from fednorm.engines.stack.kernels import conv, depth_ops, depthwise, elements, group_norm, norm, ops
 from fednorm.engines.stack.kernels.adam import run_adam
 from fednorm.engines.stack.kernels.entropy import run_entropy
 from fednorm.engines.stack.kernels.images import take_images
@@ -58,8 +59,26 @@ def check_conv(ins: int, outs: int, stride: int, padding: int, kernel: int, size
     back, _ = conv.run_conv(channels_last(dy), filters, (size, size), shape, backward=True, addend=channels_last(extra))
     close(channels_second(back), dx + extra)
     dw = torch.stack([grad.conv2d_weight(a, b.shape, c, stride, padding) for a, b, c in each])
-    close(channels_second(conv.run_weight_grad(channels_last(x), channels_last(dy), shape)), dw)
+    found = conv.run_weight_grad(channels_last(x), channels_last(dy), shape)
+    assert found.shape[1] == 1 or height * width > 64
+    close(channels_second(found.sum(1)), dw)
     return got, parts
+
+
+def check_parts_are_foreseen() -> None:
+    """A program is traced before any kernel runs, so how many parts there will be is known before."""
+    for clients, channels, size in ((1, 3, 20), (2, 20, 20), (3, 40, 16)):
+        x, dy = (torch.randn(clients, 3, channels, size, size, device=DEVICE) for _ in range(2))
+        fakes = [FakeTensorMode().from_tensor(x)]
+        fakes.append(fakes[0].fake_mode.from_tensor(dy))
+        for kernel in (1, 3):
+            numbers = [kernel, kernel], 1, [kernel // 2] * 2
+            for operator, more in ((ops.conv_weight_grad_parts, ()), (depth_ops.depthwise_weight_grad_parts, (1,))):
+                with fakes[0].fake_mode:
+                    foreseen = operator(*fakes, *numbers, *more)
+                found = operator(x, dy, *numbers, *more)
+                assert (foreseen.shape, foreseen.stride()) == (found.shape, found.stride())
+                assert found.shape[1] > 1
 
 
 def check_depthwise(channels: int, kernel: int, stride: int, padding: int, dilation: int, size: int) -> None:
@@ -77,7 +96,7 @@ def check_depthwise(channels: int, kernel: int, stride: int, padding: int, dilat
     back, _ = depthwise.run_depthwise(channels_last(dy), filters, (size, size + 2), shape, backward=True)
     close(channels_second(back), dx)
     dw = torch.stack([grad.conv2d_weight(a, b.shape, c, *numbers) for a, b, c in each])
-    close(depthwise.run_filter_grad(channels_last(x), channels_last(dy), shape), dw.squeeze(2))
+    close(depthwise.run_filter_grad(channels_last(x), channels_last(dy), shape).sum(1), dw.squeeze(2))
     if even:
         check_norm(got, (parts, DEPTH_PIXELS), training=True, ceiling=0.5)
 
@@ -98,8 +117,11 @@ def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool, ceil
         return values[:, None, None, None]
 
     extra = torch.randn_like(x)
-    y = ((x - spread(mean)) * spread((var + 1e-5).rsqrt() * gamma) + spread(beta) + extra).clamp(0, ceiling)
-    dy = torch.randn_like(y)
+    open_ended = (x - spread(mean)) * spread((var + 1e-5).rsqrt() * gamma) + spread(beta) + extra
+    y = open_ended.clamp(0, ceiling)
+    # Where the output bends, rounding decides which way a gradient goes.
+    bends = (0.0,) if ceiling is None else (0.0, ceiling)
+    dy = torch.randn_like(y) * torch.stack([(open_ended - bend).abs() > 1e-4 for bend in bends]).all(0)
     wanted = torch.autograd.grad(y, (x, gamma, beta), dy)
     with torch.no_grad():
         got, got_mean, got_var, moved = norm.run_norm(
@@ -210,7 +232,7 @@ def check_images(spec: str) -> None:
     each = zip(pool[rows], drawn, strict=True)
     raw = torch.stack([apply(x, None, numbers, chain)[0] if chain.steps else x for x, numbers in each])
     wanted = (raw.float() / 255 - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
-    got = take_images(pool, rows, drawn, plan, torch.stack([mean, std]), before[-1])
+    got = take_images(pool, rows, drawn, plan, torch.stack([mean, std]), before[-1], torch.float32)
     close(channels_second(got), wanted, 1e-6)
 
 
@@ -262,12 +284,30 @@ def check_fold(clients: int, numbers: int) -> None:
         close(elements.run_fold(given, weights), wanted[:, -given.shape[2] :], 1e-12)
 
 
-def check_sgd(sizes: tuple[int, ...], momentum: bool, in_place: bool) -> None:
-    clients, numbers = 3, sum(sizes)
-    value, velocity = (apart(torch.randn(clients, numbers, device=DEVICE)) for _ in range(2))
-    grads = [torch.randn(clients, size, device=DEVICE) for size in sizes]
+Sizes = tuple[int | tuple[int, int], ...]
+"""How many numbers gradients have; of those in parts (parts, numbers)."""
+
+
+def gradients_of(sizes: Sizes, clients: int) -> tuple[list[Tensor], Tensor]:
+    """Random gradients as layers leave them, and as one matrix."""
+    shapes = [(size,) if isinstance(size, int) else size for size in sizes]
+    grads = [torch.randn(clients, *shape, device=DEVICE) for shape in shapes]
+    return grads, torch.cat([grad if grad.dim() == 2 else grad.sum(1) for grad in grads], 1)
+
+
+FEW: Sizes = (5, 1, 7)
+LARGE: Sizes = (3, 70_000, 4, (3, 66_000), (2, 1500), 2, (4, 5), 1100)
+MANY: Sizes = tuple((2 + layer % 3, 6) if layer % 2 else 4 for layer in range(80))
+"""More layers in parts than a launch reads from."""
+IN_PARTS: Sizes = ((2, 6), (3, 1030))
+
+
+def check_sgd(sizes: Sizes, momentum: bool, in_place: bool) -> None:
+    clients = 3
+    grads, whole = gradients_of(sizes, clients)
+    value, velocity = (apart(torch.randn_like(whole)) for _ in range(2))
     lr, keep, decay = (torch.rand(clients, device=DEVICE) for _ in range(3))
-    step = torch.cat(grads, 1) + decay[:, None] * value + momentum * keep[:, None] * velocity
+    step = whole + decay[:, None] * value + momentum * keep[:, None] * velocity
     wanted = value - lr[:, None] * step
     old = value, velocity if momentum else None
     new = old if in_place else (torch.empty_like(value), torch.empty_like(velocity) if momentum else None)
@@ -300,18 +340,19 @@ def check_sgd_of_layers(momentum: bool) -> None:
             close(one, other, 1e-4)
 
 
-def check_adam(sizes: tuple[int, ...], update: AdamUpdate, in_place: bool) -> None:
+def check_adam(sizes: Sizes, update: AdamUpdate, in_place: bool) -> None:
     """Two steps: of a client with fresh moments, of one with some, and of one whose count is a mean of others."""
-    clients, numbers = 3, sum(sizes)
+    clients = 3
+    numbers = gradients_of(sizes, clients)[1].shape[1]
     begun = torch.tensor([[0.0], [3.0], [7.5]], device=DEVICE)
     value, first, second = (apart(torch.randn(clients, numbers, device=DEVICE)) for _ in range(3))
     old = value, apart(begun.sign() * first), apart(begun.sign() * second.square()), apart(begun.expand(-1, numbers))
     lr, decay = (torch.rand(clients, device=DEVICE) for _ in range(2))
     wanted = dict(zip(("value", "exp_avg", "exp_avg_sq", "step"), (each.double() for each in old), strict=True))
     for _ in range(2):
-        grads = [torch.randn(clients, size, device=DEVICE) for size in sizes]
+        grads, whole = gradients_of(sizes, clients)
         rates = {"lr": lr[:, None].double(), "weight_decay": decay[:, None].double()}
-        moved, held = update(wanted.pop("value"), torch.cat(grads, 1).double(), wanted, rates)
+        moved, held = update(wanted.pop("value"), whole.double(), wanted, rates)
         wanted = {"value": moved, **held}
         new = old if in_place else tuple(apart(torch.zeros_like(each)) for each in old)
         run_adam(old, grads, new, lr, decay, update)
@@ -352,6 +393,8 @@ def main() -> None:
         (70, 5, 1, 0, 1, 5),
         (100, 20, 2, 1, 3, 4),
         (20, 130, 1, 1, 3, 4),
+        (16, 16, 1, 1, 3, 20),
+        (20, 16, 1, 0, 1, 20),
     ):
         y, parts = check_conv(*case)
         pixels = y.numel() // (len(y) * y.shape[-1])
@@ -360,11 +403,19 @@ def main() -> None:
         check_norm(y, None, training=False)
     for case in ((16, 2, 8), (32, 1, 3), (8, 8, 5)):
         check_group_norm(*case)
-    for case in ((40, 3, 1, 1, 1, 8), (5, 3, 2, 1, 1, 7), (16, 5, 2, 2, 1, 10), (3, 7, 1, 3, 1, 5), (6, 3, 1, 2, 2, 6)):
+    for case in (
+        (40, 3, 1, 1, 1, 8),
+        (5, 3, 2, 1, 1, 7),
+        (16, 5, 2, 2, 1, 10),
+        (5, 3, 1, 1, 1, 14),
+        (3, 7, 1, 3, 1, 5),
+        (6, 3, 1, 2, 2, 6),
+    ):
         check_depthwise(*case)
     for case in ((5, 3, 3), (16, 16, 3), (3, 40, 1)):
         for standard in (Standard(1.0, 3.0, 0.0, 1e-5), Standard(1.7, 1.0, 1e-2, 0.0)):
             check_standardise(*case, standard)
+    check_parts_are_foreseen()
     check_many_parts()
     if DEVICE == "cpu":
         check_far_apart()
@@ -385,12 +436,12 @@ def main() -> None:
     check_fold(4, 1500)
     check_fold(1, 3)
     for momentum in (False, True):
-        check_sgd((5, 1, 7), momentum, in_place=True)
-        check_sgd((3, 70_000, 4, 2), momentum, in_place=False)
+        for layers, in_place in ((FEW, True), (LARGE, False), (MANY, True), (IN_PARTS, False)):
+            check_sgd(layers, momentum, in_place)
         check_sgd_of_layers(momentum)
     for update in (AdamUpdate(), AdamUpdate(0.8, 0.99, 1e-3, decoupled=True)):
-        check_adam((5, 1, 7), update, in_place=True)
-        check_adam((3, 70_000, 4, 2), update, in_place=False)
+        check_adam(FEW, update, in_place=True)
+        check_adam(LARGE, update, in_place=False)
     print("equal")
 
 

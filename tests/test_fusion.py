@@ -203,6 +203,46 @@ def test_gradients_of_large_linear_layers_are_computed_where_they_are_used(rows:
     assert taken == (size >= ALONE and rows <= FEW_ROWS and not read)
 
 
+def test_a_bias_times_one_is_not_computed() -> None:
+    x, w, bias = torch.randn(2, 3, 4), torch.randn(2, 5, 4), torch.randn(2, 5)
+    layers = torch.vmap(lambda x, w, bias: torch.addmm(bias, x, w.t()) + functional.linear(x, w, bias))
+    found = fuse(trace(layers, x, w, bias))
+    assert operators(trace(layers, x, w, bias))["aten.mul.Scalar"] == 2
+    assert operators(found)["aten.mul.Scalar"] == 0
+    assert torch.equal(found(x, w, bias), layers(x, w, bias))
+
+
+@pytest.mark.parametrize("change", [None, "read by others too", "in another order"])
+@pytest.mark.parametrize("update", ["sgd", "adam"])
+def test_gradients_of_filters_are_added_up_where_they_are_used(update: str, change: str | None) -> None:
+    """Kernels leave them in parts. Those of one channel for each filter lie in memory as torch's own do."""
+    x, dy, deep, behind = (torch.randn(2, 3, channels, 6, 6) for channels in (4, 5, 4, 4))
+    size = 5 * 4 * 9 + 4 * 9
+    state = [torch.randn(2, size).abs() for _ in range(4 if update == "adam" else 2)]
+    rates = [torch.rand(2) for _ in range(2 if update == "adam" else 3)]
+
+    def updated(x: Tensor, dy: Tensor, deep: Tensor, behind: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        full = torch.ops.fednorm.conv_weight_grad(x, dy, [3, 3], 1, [1, 1])
+        thin = torch.ops.fednorm.depthwise_weight_grad(deep, behind, [3, 3], 1, [1, 1], 1)
+        row = full if change == "in another order" else full.permute(0, 1, 3, 4, 2)
+        grads = [torch.cat([row.reshape(2, -1), thin.reshape(2, -1)], 1)]
+        if update == "adam":
+            moved = torch.ops.fednorm.adam(given[0], grads, *given[1:], 0.9, 0.99, 1e-8, False)
+        else:
+            value, velocity, *numbers = given
+            moved = torch.ops.fednorm.sgd(value, grads, velocity, *numbers, [], [])
+        return (*moved, full.square().sum()) if change == "read by others too" else moved
+
+    given = x, dy, deep, behind, *state, *rates
+    fused = fuse(trace(updated, *given))
+    for found, wanted in zip(fused(*given), updated(*given), strict=True):
+        assert torch.equal(found, wanted)
+    names = operators(fused)
+    assert names["fednorm.depthwise_weight_grad_parts.default"] == 1
+    assert names["fednorm.conv_weight_grad_parts.default"] == (change is None)
+    assert names["fednorm.conv_weight_grad.default"] == (change is not None)
+
+
 def test_rounded_rows_begin_at_aligned_addresses() -> None:
     for flat in (torch.randn(3, 37), aligned(torch.randn(3, 37)), torch.randn(37, 3).t()):
         narrow = torch.ops.fednorm.narrowed(flat, torch.bfloat16)

@@ -39,5 +39,5 @@ class Gather:
         if not self._fits:
             return self._batches.gather(rows, drawn)
         data = self._batches.pool
-        x = ops.images(data.x, rows, drawn, self._plan, self._scale, self._size)
-        return x.to(self._batches.dtype), data.y[rows]
+        x = ops.images(data.x, rows, drawn, self._plan, self._scale, self._size, self._batches.dtype)
+        return x, data.y[rows]

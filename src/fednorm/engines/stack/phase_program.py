@@ -309,7 +309,7 @@ class PhaseProgram:
         parts["state"] = {key: value.clone() for key, value in parts["state"].items()}
         begun = parts["params"] if anchor is None else self._stacks["params"].unpack(anchor)
         dtype = next(iter(parts["params"].values())).dtype
-        own = {name: row.to(dtype) for name, row in zip(self.numbers, numbers, strict=True)}
+        own = dict(zip(self.numbers, numbers.to(dtype), strict=True))
         if self.way is Way.PLAIN:  # filters that lie otherwise would have torch lay out activations so too
             plain = torch.contiguous_format
             parts["params"] = {key: value.clone(memory_format=plain) for key, value in parts["params"].items()}

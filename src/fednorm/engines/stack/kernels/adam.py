@@ -1,16 +1,16 @@
 """A Triton kernel of Adam and AdamW: one pass over values, gradients, moments and counts."""
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 
+from itertools import accumulate
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fednorm.core.optimizers import AdamUpdate
+from fednorm.engines.stack.kernels.gradients import BLOCK, gradient, shares
 from fednorm.engines.stack.kernels.launch import kernel
-from fednorm.engines.stack.kernels.sgd import joined_small
-
-_BLOCK = 1024
 
 
 @triton.jit
@@ -21,18 +21,16 @@ def _bias(log_beta, count):
 
 @kernel()
 def _adam_kernel(
-    value_ptr, first_ptr, second_ptr, count_ptr, grad_ptr, new_ptr, new_first_ptr, new_second_ptr, new_count_ptr,
-    lr_ptr, decay_ptr, value_stride, first_stride, second_stride, count_stride, grad_stride, new_stride,
-    new_first_stride, new_second_stride, new_count_stride, numbers, beta1, rest1, log_beta1,
-    beta2, rest2, log_beta2, eps, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    value_ptr, first_ptr, second_ptr, count_ptr, new_ptr, new_first_ptr, new_second_ptr, new_count_ptr,
+    sources, place_ptr, grad_stride, numbers, parts, lr_ptr, decay_ptr, value_stride, first_stride, second_stride,
+    count_stride, new_stride, new_first_stride, new_second_stride, new_count_stride, beta1, rest1, log_beta1,
+    beta2, rest2, log_beta2, eps, DECOUPLED: tl.constexpr, LISTED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1)
     row = client.to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
+    at, inside, grad = gradient(sources, place_ptr, row, grad_stride, numbers, parts, LISTED, LANES)
     lr, decay = tl.load(lr_ptr + client), tl.load(decay_ptr + client)
     value = tl.load(value_ptr + row * value_stride + at, mask=inside, other=0.0)
-    grad = tl.load(grad_ptr + row * grad_stride + at, mask=inside, other=0.0)
     if DECOUPLED:
         value = value * (1 - lr * decay)
     else:
@@ -50,17 +48,18 @@ def _adam_kernel(
 def run_adam(
     old: tuple[Tensor, ...], grads: list[Tensor], new: tuple[Tensor, ...], lr: Tensor, decay: Tensor, update: AdamUpdate
 ) -> None:
-    """Write values, both moments and counts, (client, number) each; `new` may be `old`. Gradients lie side by side."""
-    start = 0
-    for grad in joined_small(grads):
-        stop = start + grad.shape[1]
-        each = *(part[:, start:stop] for part in old), grad, *(part[:, start:stop] for part in new)
-        _adam_kernel[(triton.cdiv(grad.shape[1], _BLOCK), len(grad))](
-            *each, lr, decay, *(part.stride(0) for part in each), grad.shape[1],
+    """Write values, both moments and counts, (client, number) each; `new` may be `old`. Gradients lie side by side.
+
+    They are (client, number), or (client, part, number) where parts are still to be added.
+    """
+    firsts = accumulate((grad.shape[-1] for grad in grads[:-1]), initial=0)
+    for share in shares(zip(firsts, grads, strict=True)):
+        each = [part[:, share.numbers] for part in (*old, *new)]
+        _adam_kernel[(share.blocks, len(lr))](
+            *each, *share.read, lr, decay, *(part.stride(0) for part in each),
             *_factors(update.beta1), *_factors(update.beta2), update.eps,
-            DECOUPLED=update.decoupled, BLOCK=_BLOCK, num_warps=4,
+            DECOUPLED=update.decoupled, LISTED=share.places is not None, LANES=BLOCK, num_warps=4,
         )  # fmt: skip
-        start = stop
 
 
 def _factors(beta: float) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fednorm.core.optimizers import AdamUpdate
+from fednorm.engines.stack.kernels.element_ops import side_by_side
 from fednorm.engines.stack.kernels.ops import kernels_fit
 from fednorm.engines.stack.row_matrix import aligned_like
 
@@ -20,7 +21,10 @@ def adam(
     value: Tensor, grads: list[Tensor], first: Tensor, second: Tensor, count: Tensor, lr: Tensor, decay: Tensor,
     beta1: float, beta2: float, eps: float, decoupled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Values, moments and counts after a step; gradients lie side by side, rate and decay are per client."""
+    """Values, moments and counts after a step; gradients lie side by side, rate and decay are per client.
+
+    A gradient is (client, number), or (client, part, number) where parts are still to be added.
+    """
     old = value, first, second, count
     new = aligned_like(value), aligned_like(first), aligned_like(second), aligned_like(count)
     _adam_into(old, grads, new, lr, decay, AdamUpdate(beta1, beta2, eps, decoupled))
@@ -53,6 +57,6 @@ def _adam_into(old: Moved, grads: list[Tensor], new: Moved, lr: Tensor, decay: T
         return
     held = {"exp_avg": old[1], "exp_avg_sq": old[2], "step": old[3]}
     numbers = {"lr": lr[:, None], "weight_decay": decay[:, None]}
-    value, kept = update(old[0], torch.cat(grads, 1), held, numbers)
+    value, kept = update(old[0], side_by_side(grads), held, numbers)
     for place, moved in zip(new, (value, *kept.values()), strict=True):
         place.copy_(moved)

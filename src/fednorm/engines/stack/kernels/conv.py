@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.pointwise import finish, precision, run_point, run_point_weight_grad
-from fednorm.engines.stack.kernels.tiles import conv_tile, weight_tile
+from fednorm.engines.stack.kernels.tiles import conv_tile, weight_cut
 
 
 class Shape(NamedTuple):
@@ -133,9 +133,9 @@ def _conv_kernel(
     )  # fmt: skip
 
 
-@kernel("batch", "clients")
+@kernel("batch")
 def _weight_kernel(
-    x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, clients,
+    x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width,
     IN: tl.constexpr, OUT: tl.constexpr, STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, TURNS: tl.constexpr, PRECISION: tl.constexpr, GATHERED: tl.constexpr,
     PIXELS: tl.constexpr, TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
@@ -182,7 +182,7 @@ def _weight_kernel(
         dy_mask = (pixel < total)[:, None] & (outs < OUT)[None, :]
         dy = tl.load(dy_base + pixel[:, None] * OUT + outs[None, :], mask=dy_mask, other=0.0)
         acc = tl.dot(tl.trans(x), dy, acc, input_precision=PRECISION)
-    base = (split * clients + client) * (OUT * IN * KH * KW)
+    base = (client * tl.num_programs(0) + split) * (OUT * IN * KH * KW)
     out_at = outs[None, :] * (KH * KW * IN) + term[:, None]
     tl.store(part_ptr + base + out_at, acc, mask=known[:, None] & (outs < OUT)[None, :])
 
@@ -220,28 +220,20 @@ def run_conv(
 
 
 def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
-    """The gradient of the weights, (client, out, height, width, in) in float32."""
+    """(client, part, out, height, width, in) in float32: their sum over the parts is the gradient of the weights."""
     clients, batch, height, width, ins = x.shape
     out_height, out_width, outs = dy.shape[2:]
-    taps = shape.kernel_h * shape.kernel_w
-    tile, programs = weight_tile(taps * ins, outs, x.dtype == torch.float32)
-    gathered = ins < tile.terms
-    each = triton.cdiv(taps * ins, tile.terms) if gathered else taps * triton.cdiv(ins, tile.terms)
-    blocks = each * triton.cdiv(outs, tile.outs)
-    # Enough programs to fill the chip, and no fewer than a few turns for each: as many for all small batches.
-    tiles = triton.cdiv(batch * out_height * out_width, tile.pixels)
-    turns = max(4, triton.cdiv(tiles, max(1, programs // (blocks * clients))))
-    splits = triton.cdiv(tiles, turns)
-    parts = torch.empty(
-        splits, clients, outs, shape.kernel_h, shape.kernel_w, ins, dtype=torch.float32, device=x.device
-    )
+    taps, pixels = shape.kernel_h * shape.kernel_w, batch * out_height * out_width
+    tile, cut = weight_cut(ins, outs, taps, pixels, clients, x.dtype == torch.float32)
+    size = shape.kernel_h, shape.kernel_w, ins
+    parts = torch.empty(clients, cut.parts, outs, *size, dtype=torch.float32, device=x.device)
     if shape.is_pointwise:
-        run_point_weight_grad(x, dy, parts, tile, turns)
-        return parts.sum(0) if splits > 1 else parts[0]
-    _weight_kernel[(splits, clients, blocks)](
-        x, dy, parts, batch, height, width, out_height, out_width, clients,
+        run_point_weight_grad(x, dy, parts, tile, cut.turns)
+        return parts
+    _weight_kernel[(cut.parts, clients, cut.blocks)](
+        x, dy, parts, batch, height, width, out_height, out_width,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
-        KW=shape.kernel_w, TURNS=turns, PRECISION=precision(), GATHERED=gathered, PIXELS=tile.pixels,
+        KW=shape.kernel_w, TURNS=cut.turns, PRECISION=precision(), GATHERED=ins < tile.terms, PIXELS=tile.pixels,
         TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return parts.sum(0) if splits > 1 else parts[0]
+    return parts

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from fednorm.engines.stack.kernels.ops import (
+    added,
     channels_last,
     channels_second,
     kernels_fit,
@@ -21,7 +22,7 @@ from fednorm.engines.stack.kernels.ops import (
     moments_of,
     split_groups,
 )
-from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, depth_rows
+from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, depth_rows, filter_cut
 
 
 def _shape(kernel: list[int], stride: int, padding: list[int], dilation: int) -> Any:
@@ -111,16 +112,21 @@ def _(dy: Tensor, w: Tensor, size: list[int], stride: int, padding: list[int], d
     return laid_out(dy, *dy.shape[:3], *size)
 
 
+def _filter_grad_kernel(
+    x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int], dilation: int
+) -> Tensor:
+    from fednorm.engines.stack.kernels.depthwise import run_filter_grad
+
+    return run_filter_grad(channels_last(x), channels_last(dy), _shape(kernel, stride, padding, dilation))
+
+
 @torch.library.custom_op("fednorm::depthwise_weight_grad", mutates_args=())
 def depthwise_weight_grad(
     x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int], dilation: int
 ) -> Tensor:
     """The gradient of the filters (client, channel, 1, height, width), in the type of the master weights."""
     if kernels_fit(x):
-        from fednorm.engines.stack.kernels.depthwise import run_filter_grad
-
-        shape = _shape(kernel, stride, padding, dilation)
-        return run_filter_grad(channels_last(x), channels_last(dy), shape).unsqueeze(2)
+        return added(_filter_grad_kernel(x, dy, kernel, stride, padding, dilation)).unsqueeze(2)
     clients, channels = len(x), len(x) * x.shape[2]
     pads = cast(int, tuple(padding))
     dw = conv2d_weight(merge_groups(x), (channels, 1, *kernel), merge_groups(dy), stride, pads, dilation, channels)
@@ -130,3 +136,22 @@ def depthwise_weight_grad(
 @depthwise_weight_grad.register_fake
 def _(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int], dilation: int) -> Tensor:
     return x.new_empty(len(x), x.shape[2], 1, *kernel, dtype=master_type(x))
+
+
+@torch.library.custom_op("fednorm::depthwise_weight_grad_parts", mutates_args=())
+def depthwise_weight_grad_parts(
+    x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int], dilation: int
+) -> Tensor:
+    """(client, part, number): the same in parts that are still to be added."""
+    if kernels_fit(x):
+        return _filter_grad_kernel(x, dy, kernel, stride, padding, dilation).flatten(2)
+    return depthwise_weight_grad(x, dy, kernel, stride, padding, dilation).flatten(1).unsqueeze(1)
+
+
+@depthwise_weight_grad_parts.register_fake
+def _(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int], dilation: int) -> Tensor:
+    clients, batch, channels = x.shape[:3]
+    taps, parts = kernel[0] * kernel[1], 1
+    if kernels_fit(x):
+        parts = filter_cut(channels, taps, batch * dy.shape[3] * dy.shape[4], clients).parts
+    return x.new_empty(clients, parts, channels * taps, dtype=master_type(x))

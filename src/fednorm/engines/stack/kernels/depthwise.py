@@ -17,15 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fednorm.engines.stack.kernels.launch import kernel
-from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, depth_rows, power_of_2, words
-
-_CHANNELS = 32
-"""Channels of a program, at most: 64 bytes in a narrow type."""
-_PIXELS, _TAPS = 32, 9
-"""Pixels and taps at a time of a gradient of filters: few, since there is a sum in registers for each of both."""
-_PROGRAMS = 1056
-"""How many programs should share the gradient of filters: eight for each of an H200's processors."""
-_FEWEST_TURNS = 8
+from fednorm.engines.stack.kernels.tiles import (
+    DEPTH_PIXELS,
+    DEPTH_TAPS,
+    FILTER_PIXELS,
+    depth_block,
+    depth_rows,
+    filter_cut,
+    words,
+)
 
 
 class Depth(NamedTuple):
@@ -139,9 +139,9 @@ def _depth_kernel(
         tl.store(part + channels, tl.sum(squares, 0), mask=known)
 
 
-@kernel(*_SIZES, "clients", "turns")
+@kernel(*_SIZES, "parts", "turns")
 def _filter_kernel(
-    x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, words, clients, turns,
+    x_ptr, dy_ptr, part_ptr, batch, in_height, in_width, out_height, out_width, words, parts, turns,
     KH: tl.constexpr, KW: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, PAD_H: tl.constexpr,
     PAD_W: tl.constexpr, PIXELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def _filter_kernel(
     total = batch * out_height * out_width
     x_base = x_ptr + client * (batch * in_height * in_width * channels) + channel[None, :]
     dy_base = dy_ptr + client * (total * channels) + channel[None, :]
-    part = part_ptr + ((split * clients + client) * channels + channel) * (KH * KW)
+    part = part_ptr + ((client * parts + split) * channels + channel) * (KH * KW)
     for first in tl.static_range(0, KH * KW, TAPS):
         sums = ()
         for _ in tl.static_range(first, min(first + TAPS, KH * KW)):
@@ -180,10 +180,7 @@ def _filter_kernel(
 def _common(x: Tensor, shape: Depth) -> tuple[int, int, dict[str, Any]]:
     """How many blocks of channels there are, and words of them, and the constants that all kernels take."""
     channels = x.shape[-1]
-    most = (
-        _CHANNELS if shape.kernel_h * shape.kernel_w <= _TAPS else _CHANNELS // 2
-    )  # larger filters fill the registers
-    block, (count, word) = min(most, power_of_2(channels)), words(channels)
+    block, (count, word) = depth_block(channels, shape.kernel_h * shape.kernel_w), words(channels)
     constants = {**shape.constants, "BLOCK": block, "WORD": word, "num_warps": 4}
     return triton.cdiv(channels, block), count, constants
 
@@ -210,27 +207,16 @@ def run_depthwise(
 
 
 def run_filter_grad(x: Tensor, dy: Tensor, shape: Depth) -> Tensor:
-    """The gradient of the filters, (client, channel, height, width) in float32."""
+    """(client, part, channel, height, width) in float32: their sum over the parts is the gradient of the filters."""
     clients, batch, height, width, channels = x.shape
     size = dy.shape[2:4]
-    blocks, count, constants = _common(x, shape)
-    tiles = triton.cdiv(batch * size[0] * size[1], _PIXELS)
-    turns = max(_FEWEST_TURNS, triton.cdiv(tiles, max(1, _PROGRAMS // (blocks * clients))))
-    splits = triton.cdiv(tiles, turns)
-    parts = torch.empty(splits, clients, channels, shape.kernel_h, shape.kernel_w, dtype=torch.float32, device=x.device)
-    _filter_kernel[(splits * blocks, clients)](
-        x,
-        dy,
-        parts,
-        batch,
-        height,
-        width,
-        *size,
-        count,
-        clients,
-        turns,
-        PIXELS=_PIXELS,
-        TAPS=_TAPS,
-        **constants,
+    _, count, constants = _common(x, shape)
+    cut = filter_cut(channels, shape.kernel_h * shape.kernel_w, batch * size[0] * size[1], clients)
+    parts = torch.empty(
+        clients, cut.parts, channels, shape.kernel_h, shape.kernel_w, dtype=torch.float32, device=x.device
     )
-    return parts.sum(0) if splits > 1 else parts[0]  # always in the same order, so that two runs are equal
+    _filter_kernel[(cut.parts * cut.blocks, clients)](
+        x, dy, parts, batch, height, width, *size, count, cut.parts, cut.turns,
+        PIXELS=FILTER_PIXELS, TAPS=DEPTH_TAPS, **constants,
+    )  # fmt: skip
+    return parts

@@ -13,7 +13,7 @@ from torch.nn import functional
 from fednorm.core.optimizers import sgd_update
 from fednorm.core.reductions import fold as folded
 from fednorm.engines.stack.kernels.layer_ops import linear_weight_grad
-from fednorm.engines.stack.kernels.ops import channels_last, channels_second, kernels_fit
+from fednorm.engines.stack.kernels.ops import added, channels_last, channels_second, kernels_fit
 from fednorm.engines.stack.row_matrix import aligned_like
 from fednorm.layers.keyed import dropped
 
@@ -198,8 +198,9 @@ def sgd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Values (client, number) and velocities after a step of SGD; gradients lie side by side, numbers are per client.
 
-    Without momentum there is no velocity, and what is returned of it is empty. A gradient that is None is that of a
-    linear layer's weights, computed on the way from the next of `xs` (client, row, in) and `dys` (client, row, out).
+    Without momentum there is no velocity, and what is returned of it is empty. A gradient is (client, number), or
+    (client, part, number) where parts are still to be added. One that is None is that of a linear layer's weights,
+    computed on the way from the next of `xs` (client, row, in) and `dys` (client, row, out).
     """
     new, moved = aligned_like(value), value.new_empty(0) if velocity is None else aligned_like(velocity)
     after = new, None if velocity is None else moved
@@ -224,6 +225,11 @@ def sgd_in_place(
     _sgd_into((value, velocity), grads, (value, velocity), lr, momentum, decay, xs, dys)
 
 
+def side_by_side(grads: Sequence[Tensor]) -> Tensor:
+    """Gradients, some in parts, as one matrix (client, number)."""
+    return torch.cat([added(grad) if grad.dim() == 3 else grad for grad in grads], 1)
+
+
 Pair = tuple[Tensor, Tensor | None]
 
 
@@ -239,7 +245,7 @@ def _sgd_into(
         run_sgd(old, grads, new, lr.contiguous(), momentum.contiguous(), decay.contiguous(), layers)
         return
     products = (linear_weight_grad(x, dy).flatten(1) for x, dy in zip(xs, dys, strict=True))
-    whole = torch.cat([next(products) if grad is None else grad for grad in grads], 1)
+    whole = side_by_side([next(products) if grad is None else grad for grad in grads])
     held = {} if velocity is None else {"momentum": velocity}
     numbers = {"lr": lr[:, None], "momentum": momentum[:, None], "weight_decay": decay[:, None]}
     values, kept = sgd_update(value, whole, held, numbers)

@@ -51,11 +51,11 @@ def _images_kernel(
 
 
 def take_images(
-    pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, size: tuple[int, int]
+    pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, size: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """(client, batch, height, width, channel) in float32 of the pool's rows (client, batch), moved as drawn."""
+    """(client, batch, height, width, channel) of the pool's rows (client, batch), moved as drawn."""
     _, channels, height, width = pool.shape
-    out = torch.empty(*rows.shape, *size, channels, dtype=torch.float32, device=pool.device)
+    out = torch.empty(*rows.shape, *size, channels, dtype=dtype, device=pool.device)
     grid = (rows.numel(), triton.cdiv(size[0] * size[1], _PIXELS))
     _images_kernel[grid](
         pool, rows.contiguous(), drawn.contiguous(), plan, scale, out, height, width, *size,

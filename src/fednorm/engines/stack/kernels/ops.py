@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fednorm.engines.stack.kernels.tiles import conv_tile
+from fednorm.engines.stack.kernels.tiles import conv_tile, weight_cut
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -85,11 +85,13 @@ def part_rows(w: Tensor, y: Tensor) -> int:
 
 
 @torch.library.custom_op("fednorm::images", mutates_args=())
-def images(pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, size: list[int]) -> Tensor:
+def images(
+    pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, size: list[int], dtype: torch.dtype
+) -> Tensor:
     """Images of a pool, augmented and scaled; see `engines.stack.gather`, whose reference is `Batches.gather`."""
     from fednorm.engines.stack.kernels.images import take_images
 
-    return channels_second(take_images(pool, rows, drawn, plan, scale, (size[0], size[1])))
+    return channels_second(take_images(pool, rows, drawn, plan, scale, (size[0], size[1]), dtype))
 
 
 @torch.library.custom_op("fednorm::conv", mutates_args=())
@@ -155,18 +157,35 @@ def conv_input_grad(
     return dx if addend is None else dx + addend
 
 
+def _weight_grad_kernel(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int]) -> Tensor:
+    from fednorm.engines.stack.kernels.conv import Shape, run_weight_grad
+
+    shape = Shape(stride, padding[0], padding[1], kernel[0], kernel[1])
+    return run_weight_grad(channels_last(x), channels_last(dy), shape)
+
+
+def added(parts: Tensor) -> Tensor:
+    """(client, part, ...) summed over the parts, always in the same order, so that two runs are equal."""
+    return parts.sum(1) if parts.shape[1] > 1 else parts[:, 0]
+
+
 @torch.library.custom_op("fednorm::conv_weight_grad", mutates_args=())
 def conv_weight_grad(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int]) -> Tensor:
     """The gradient of a convolution's weights, laid out as (client, out, height, width, in)."""
     if kernels_fit(x):
-        from fednorm.engines.stack.kernels.conv import Shape, run_weight_grad
-
-        shape = Shape(stride, padding[0], padding[1], kernel[0], kernel[1])
-        return channels_second(run_weight_grad(channels_last(x), channels_last(dy), shape))
+        return channels_second(added(_weight_grad_kernel(x, dy, kernel, stride, padding)))
     clients = len(x)
     shape = (clients * dy.shape[2], x.shape[2], *kernel)
     dw = conv2d_weight(merge_groups(x), shape, merge_groups(dy), stride, cast(int, tuple(padding)), 1, clients)
     return channels_second(channels_last(dw.unflatten(0, (clients, -1)).to(master_type(x))))
+
+
+@torch.library.custom_op("fednorm::conv_weight_grad_parts", mutates_args=())
+def conv_weight_grad_parts(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int]) -> Tensor:
+    """(client, part, number): the same as it lies in memory, in parts that are still to be added."""
+    if kernels_fit(x):
+        return _weight_grad_kernel(x, dy, kernel, stride, padding).flatten(2)
+    return channels_last(conv_weight_grad(x, dy, kernel, stride, padding)).flatten(1).unsqueeze(1)
 
 
 def _spread(values: Tensor) -> Tensor:
@@ -249,8 +268,10 @@ def laid_out(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Ten
 
 # What torch must know of the operators to trace a step without running it: the shapes they return.
 @images.register_fake
-def _(pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, size: list[int]) -> Tensor:
-    return laid_out(scale, *rows.shape, pool.shape[1], *size)
+def _(
+    pool: Tensor, rows: Tensor, drawn: Tensor, plan: Tensor, scale: Tensor, size: list[int], dtype: torch.dtype
+) -> Tensor:
+    return laid_out(scale, *rows.shape, pool.shape[1], *size, dtype=dtype)
 
 
 @conv.register_fake
@@ -275,6 +296,16 @@ def _(dy: Tensor, w: Tensor, size: list[int], stride: int, padding: list[int], a
 @conv_weight_grad.register_fake
 def _(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int]) -> Tensor:
     return laid_out(x, len(x), dy.shape[2], x.shape[2], *kernel, dtype=master_type(x))
+
+
+@conv_weight_grad_parts.register_fake
+def _(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int]) -> Tensor:
+    clients, batch, ins = x.shape[:3]
+    (outs, *size), taps, parts = dy.shape[2:], kernel[0] * kernel[1], 1
+    if kernels_fit(x):
+        _, cut = weight_cut(ins, outs, taps, batch * size[0] * size[1], clients, x.dtype == torch.float32)
+        parts = cut.parts
+    return x.new_empty(clients, parts, outs * taps * ins, dtype=master_type(x))
 
 
 @norm.register_fake

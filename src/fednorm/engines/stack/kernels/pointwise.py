@@ -68,9 +68,9 @@ def _point_kernel(
     )  # fmt: skip
 
 
-@kernel("total", "in_words", "out_words", "clients", "turns")
+@kernel("total", "in_words", "out_words", "turns")
 def _weight_kernel(
-    x_ptr, dy_ptr, part_ptr, total, in_words, out_words, clients, turns,
+    x_ptr, dy_ptr, part_ptr, total, in_words, out_words, turns,
     PRECISION: tl.constexpr, IN_WORD: tl.constexpr, OUT_WORD: tl.constexpr, PIXELS: tl.constexpr, TERMS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def _weight_kernel(
         x = tl.load(x_base + pixel[:, None] * ins, mask=inside & (term < ins)[None, :], other=0.0)
         dy = tl.load(dy_base + pixel[:, None] * outs, mask=inside & (channel < outs)[None, :], other=0.0)
         acc = tl.dot(tl.trans(x), dy, acc, input_precision=PRECISION)
-    base = part_ptr + (split * clients + client) * (outs * ins)
+    base = part_ptr + (client * tl.num_programs(0) + split) * (outs * ins)
     known = (term < ins)[:, None] & (channel < outs)[None, :]
     tl.store(base + channel[None, :] * ins + term[:, None], acc, mask=known)
 
@@ -119,11 +119,11 @@ def run_point(
 
 
 def run_point_weight_grad(x: Tensor, dy: Tensor, parts: Tensor, tile: Tile, turns: int) -> None:
-    """Fill `parts` (split, client, out, ..., in) with what each share of the pixels adds to the gradient."""
+    """Fill `parts` (client, part, out, ..., in) with what each share of the pixels adds to the gradient."""
     clients, ins, outs = len(x), x.shape[-1], dy.shape[-1]
     (in_words, in_word), (out_words, out_word) = words(ins), words(outs)
-    _weight_kernel[(len(parts), clients, triton.cdiv(ins, tile.terms) * triton.cdiv(outs, tile.outs))](
-        x, dy, parts, dy[0].numel() // outs, in_words, out_words, clients, turns,
+    _weight_kernel[(parts.shape[1], clients, triton.cdiv(ins, tile.terms) * triton.cdiv(outs, tile.outs))](
+        x, dy, parts, dy[0].numel() // outs, in_words, out_words, turns,
         PRECISION=precision(), IN_WORD=in_word, OUT_WORD=out_word, PIXELS=tile.pixels, TERMS=tile.terms,
         BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -5,17 +5,16 @@ where its numbers are used, which spares a layer of millions of weights two of s
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.gradients import BLOCK, gradient, shares
 from fednorm.engines.stack.kernels.launch import kernel
-from fednorm.engines.stack.kernels.tiles import ALONE, power_of_2
+from fednorm.engines.stack.kernels.tiles import power_of_2
 
-_BLOCK = 1024
 _OUTS, _INS = 32, 128
 """Weights of a program: rows long enough to be read in one go."""
 
@@ -31,16 +30,14 @@ def _stepped(value, grad, velocity, client, lr_ptr, momentum_ptr, decay_ptr, MOM
 
 @kernel()
 def _sgd_kernel(
-    value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, grad_ptr, lr_ptr, momentum_ptr, decay_ptr,
-    value_stride, velocity_stride, new_stride, new_velocity_stride, grad_stride, numbers,
-    MOMENTUM: tl.constexpr, BLOCK: tl.constexpr,
+    value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, sources, place_ptr, grad_stride, numbers, parts,
+    lr_ptr, momentum_ptr, decay_ptr, value_stride, velocity_stride, new_stride, new_velocity_stride,
+    MOMENTUM: tl.constexpr, LISTED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1)
     row = client.to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
+    at, inside, grad = gradient(sources, place_ptr, row, grad_stride, numbers, parts, LISTED, LANES)
     value = tl.load(value_ptr + row * value_stride + at, mask=inside, other=0.0)
-    grad = tl.load(grad_ptr + row * grad_stride + at, mask=inside, other=0.0)
     velocity = tl.load(velocity_ptr + row * velocity_stride + at, mask=inside, other=0.0) if MOMENTUM else 0.0
     value, step = _stepped(value, grad, velocity, client, lr_ptr, momentum_ptr, decay_ptr, MOMENTUM)
     if MOMENTUM:
@@ -86,58 +83,35 @@ def run_sgd(
 ) -> None:  # fmt: skip
     """Write values (client, number) and velocities after a step; `new` may be `old`. The gradients lie side by side.
 
-    One that is None is that of a linear layer's weights: the next of `layers` has its inputs (client, row, in) and the
-    gradients of its outputs (client, row, out), contiguous.
+    They are (client, number), or (client, part, number) where parts are still to be added. One that is None is that of
+    a linear layer's weights: the next of `layers` has its inputs (client, row, in) and the gradients of its outputs
+    (client, row, out), contiguous.
     """
-    has_momentum, later, first = old[1] is not None, iter(layers), 0
+    clients, has_momentum = len(lr), old[1] is not None
 
-    def moved(numbers: int) -> tuple[list[Tensor], list[int]]:
-        """What is read and written of the next numbers, and where their rows begin."""
-        part = slice(first, first + numbers)
-        each = [(pair[0] if held is None else held)[:, part] for pair in (old, new) for held in pair]
+    def moved(numbers: slice) -> tuple[list[Tensor], list[int]]:
+        """What is read and written of these numbers, and where their rows begin."""
+        each = [(pair[0] if held is None else held)[:, numbers] for pair in (old, new) for held in pair]
         return each, [tensor.stride(0) for tensor in each]
 
-    for grad in _pieces(grads):
-        if grad is None:
-            x, dy = next(later)
-            (clients, rows, ins), outs = x.shape, dy.shape[2]
-            numbers = ins * outs
-            each, strides = moved(numbers)
-            _sgd_linear_kernel[(triton.cdiv(outs, _OUTS) * triton.cdiv(ins, _INS), clients)](
-                *each, x, dy, lr, momentum, decay, *strides, rows, ins, outs, MOMENTUM=has_momentum,
-                ROWS=min(64, max(16, power_of_2(rows))), INS=_INS, OUTS=_OUTS, num_warps=4,
-            )  # fmt: skip
-        else:
-            clients, numbers = grad.shape
-            each, strides = moved(numbers)
-            _sgd_kernel[(triton.cdiv(numbers, _BLOCK), clients)](
-                *each, grad, lr, momentum, decay, *strides, grad.stride(0), numbers,
-                MOMENTUM=has_momentum, BLOCK=_BLOCK, num_warps=4,
-            )  # fmt: skip
-        first += numbers
-
-
-def _pieces(grads: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    """Gradients as launches take them, and None for each that is not there."""
-    known: list[Tensor] = []
+    given: list[tuple[int, Tensor]] = []
+    first, later = 0, iter(layers)
     for grad in grads:
         if grad is not None:
-            known.append(grad)
+            given.append((first, grad))
+            first += grad.shape[-1]
             continue
-        yield from joined_small(known)
-        yield None
-        known = []
-    yield from joined_small(known)
-
-
-def joined_small(grads: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Gradients side by side, small neighbours as one."""
-    groups: list[list[Tensor]] = []
-    for grad in grads:
-        if groups and max(grad.shape[1], groups[-1][-1].shape[1]) < ALONE:
-            groups[-1].append(grad)
-        else:
-            groups.append([grad])
-    for group in groups:
-        row = torch.cat(group, 1) if len(group) > 1 else group[0]
-        yield row if row.stride(1) == 1 else row.contiguous()
+        x, dy = next(later)
+        (_, rows, ins), outs = x.shape, dy.shape[2]
+        each, strides = moved(slice(first, first + ins * outs))
+        _sgd_linear_kernel[(triton.cdiv(outs, _OUTS) * triton.cdiv(ins, _INS), clients)](
+            *each, x, dy, lr, momentum, decay, *strides, rows, ins, outs, MOMENTUM=has_momentum,
+            ROWS=min(64, max(16, power_of_2(rows))), INS=_INS, OUTS=_OUTS, num_warps=4,
+        )  # fmt: skip
+        first += ins * outs
+    for share in shares(given):
+        each, strides = moved(share.numbers)
+        _sgd_kernel[(share.blocks, clients)](
+            *each, *share.read, lr, momentum, decay, *strides,
+            MOMENTUM=has_momentum, LISTED=share.places is not None, LANES=BLOCK, num_warps=4,
+        )  # fmt: skip

@@ -71,6 +71,51 @@ def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:
     return Tile(each * 4096 // block, block, terms, warps=2 if wide and block == 16 else 4, stages=3)
 
 
+class Cut(NamedTuple):
+    """How a gradient of weights is cut: each part is the sum of a share of the pixels, and is added up later."""
+
+    parts: int
+    turns: int
+    """tiles of pixels that a program takes one after the other"""
+    blocks: int
+    """of the weights themselves"""
+
+
+def _cut(pixels: int, each: int, blocks: int, clients: int, programs: int, fewest: int) -> Cut:
+    """Enough programs to fill the chip, with `each` pixels a turn, and no fewer than some turns for each of them.
+
+    >>> _cut(pixels=20_480, each=64, blocks=5, clients=5, programs=528, fewest=4)
+    Cut(parts=20, turns=16, blocks=5)
+    """
+    tiles = -(-pixels // each)
+    turns = max(fewest, -(-tiles // max(1, programs // (blocks * clients))))
+    return Cut(-(-tiles // turns), turns, blocks)
+
+
+def weight_cut(ins: int, outs: int, taps: int, pixels: int, clients: int, wide: bool) -> tuple[Tile, Cut]:
+    """How the gradient of a convolution's weights is cut; `pixels` are those of a client's output."""
+    tile, programs = weight_tile(taps * ins, outs, wide)
+    # The terms of a program are of one tap, unless a tap has very few channels.
+    each = -(-taps * ins // tile.terms) if ins < tile.terms else taps * -(-ins // tile.terms)
+    blocks = each * -(-outs // tile.outs)
+    return tile, _cut(pixels, tile.pixels, blocks, clients, programs, fewest=4)
+
+
+DEPTH_TAPS, FILTER_PIXELS = 9, 32
+"""Taps and pixels at a time of a gradient of depthwise filters: few, since each of both has a sum in registers."""
+
+
+def depth_block(channels: int, taps: int) -> int:
+    """Channels of a depthwise program: at most 64 bytes in a narrow type, or half for large filters."""
+    return min(32 if taps <= DEPTH_TAPS else 16, power_of_2(channels))
+
+
+def filter_cut(channels: int, taps: int, pixels: int, clients: int) -> Cut:
+    """How the gradient of depthwise filters is cut; `pixels` are those of a client's output."""
+    blocks = -(-channels // depth_block(channels, taps))
+    return _cut(pixels, FILTER_PIXELS, blocks, clients, programs=1056, fewest=8)
+
+
 def weight_tile(terms: int, outs: int, wide: bool) -> tuple[Tile, int]:
     """The cut of a gradient of weights, and how many programs should share the work; `wide` numbers have 4 bytes."""
     most = min(64, max(16, power_of_2(terms)))

@@ -65,6 +65,13 @@ def drop_times_one(graph: Graph, product: Node) -> None:
             return
 
 
+def drop_factor_one(graph: Graph, product: Node) -> None:
+    """A product with the number 1, such as the bias of a linear layer in `addmm`, is the other factor."""
+    other, number = product.args[:2]
+    if number == 1 and isinstance(other, Node) and same_type(product, other):
+        product.replace_all_uses_with(other)
+
+
 def drop_rejoining(graph: Graph, cat: Node) -> None:
     """Entries of a split matrix that are joined again as they lay are a part of that matrix."""
     joined: Any = cat.args[0]

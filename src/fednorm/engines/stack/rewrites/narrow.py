@@ -38,6 +38,17 @@ def read_cast_narrow(graph: Graph, cast: Node) -> None:
             cast.replace_all_uses_with(part)
 
 
+def take_images_narrow(graph: Graph, images: Node) -> None:
+    """Images that are rounded by all who read them are taken as such."""
+    casts = list(images.users)
+    alike = {(cast.target, *cast.kwargs.items()) for cast in casts}
+    if len(alike) == 1 and casts[0].target is _aten._to_copy.default and casts[0].kwargs.keys() == {"dtype"}:
+        images.args = (*images.args[:-1], casts[0].kwargs["dtype"])
+        images.meta = casts[0].meta
+        for cast in casts:
+            cast.replace_all_uses_with(images)
+
+
 def _narrow_part(graph: Graph, part: Node, dtype: torch.dtype) -> Node | None:
     """The same part of a matrix in a narrow type; None for what is no part of a matrix, or not wider."""
     if part.meta["val"].dtype != torch.float32 or dtype != torch.bfloat16:

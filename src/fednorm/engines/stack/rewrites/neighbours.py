@@ -113,6 +113,40 @@ def take_in_parts(graph: Graph, update: Node) -> None:
         update.args = (update.args[0], list(cat.args[0]), *update.args[2:])  # type: ignore[call-overload]
 
 
+def take_in_sums(graph: Graph, update: Node) -> None:
+    """Gradients of filters are left in parts, which an update adds where it uses them, if nothing else reads them."""
+    grads: Any = update.args[1]
+    update.args = (update.args[0], [_in_parts(graph, grad) or grad for grad in grads], *update.args[2:])
+
+
+_IN_PARTS: dict[Any, Any] = {
+    _own.conv_weight_grad.default: _own.conv_weight_grad_parts.default,
+    _own.depthwise_weight_grad.default: _own.depthwise_weight_grad_parts.default,
+}
+_AS_IT_LIES = [0, 1, 3, 4, 2]
+"""How the axes of a filter's gradient are permuted to be in the order they have in memory."""
+
+
+def _in_parts(graph: Graph, row: Any) -> Node | None:
+    """A gradient (client, number) in parts, if it is that of filters, as they lie in memory, and nothing else's."""
+    chain = [row]
+    for view in (_aten.reshape.default, _aten.permute.default):
+        if isinstance(chain[-1], Node) and chain[-1].target is view:
+            chain.append(chain[-1].args[0])
+    grad = chain[-1]
+    if not isinstance(grad, Node) or grad.target not in _IN_PARTS or any(len(node.users) > 1 for node in chain):
+        return None
+    turned, shape = chain[1:-1], grad.meta["val"].shape
+    lies = turned[0].args[1] == _AS_IT_LIES if turned else shape[2] == 1
+    if not lies or row.meta["val"].shape != (shape[0], shape[1:].numel()):
+        return None
+    with graph.inserting_before(grad):
+        parts = graph.call_function(_IN_PARTS[grad.target], grad.args)
+    values = [each.meta["val"] if isinstance(each, Node) else each for each in grad.args]
+    parts.meta = {"val": _IN_PARTS[grad.target](*values)}
+    return parts
+
+
 def take_in_products(graph: Graph, sgd: Node) -> None:
     """SGD computes the gradients of large linear layers' weights itself where nothing else asks for them."""
     value, gradients, velocity, *numbers = sgd.args[:6]
