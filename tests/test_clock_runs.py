@@ -192,7 +192,7 @@ def test_methods_that_are_objects_are_on_the_clock_too(tmp_path: Path) -> None:
         ),
         (
             ("--async", "fedbuff(b=30)"),
-            "'fedbuff(b=30)' waits for 30 updates of different clients, and 5 train, so its buffer is never filled; "
+            "'fedbuff(b=30)' waits for 30 updates, more than the 5 clients that train can have under way; "
             "give b=5 or less",
         ),
         (
@@ -263,6 +263,25 @@ def test_files_of_times_that_are_refused(text: str, told: str, tmp_path: Path) -
     assert done.err.startswith(f"error: schedule '{tmp_path}/times.csv'")
     assert done.err.endswith(f"{told}\n")
     assert done.err.count("\n") == 1
+
+
+def test_a_file_of_times_is_found_again_from_anywhere_and_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("times.csv").write_text("client,compute\n*,2\n")
+    flags = ("--async", "fedbuff(b=2)", "--times", "file:times.csv", "--quiet")
+    assert command("run", *TINY, *flags, "--out", "run").code == 0
+    monkeypatch.chdir("/")
+    done = command("resume", tmp_path / "run", "--rounds", "4", "--quiet")
+    assert done.code == 0, done.err
+    (tmp_path / "times.csv").write_text("client,compute\n*,3\n")
+    done = command("resume", tmp_path / "run", "--rounds", "5", "--quiet")
+    assert (done.code, done.err) == (
+        2,
+        f"error: 'file:{tmp_path}/times.csv' is not what it was when the run began; "
+        "put the old times back, or start a new run\n",
+    )
 
 
 def test_updates_that_cannot_be_used_end_the_run() -> None:

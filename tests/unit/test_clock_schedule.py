@@ -132,6 +132,17 @@ def test_what_a_file_may_not_say(tmp_path: Path, clients: dict[str, dict[str, ob
         ("times.csv", "who\n1\n", "has no column client; write client,download,compute,upload in its first line"),
         ("times.csv", "client,compute\n0\n", "line 2: it has not as many columns as the first"),
         ("times.csv", "client,compute\n0,1\n0,2\n*,1\n", "has client 0 twice; keep one"),
+        ("times.csv", "client,compute,compute\n*,1,2\n", "has column 'compute' twice; keep one"),
+        (
+            "times.json",
+            '{"clients": {"0": {"compute": 1}, "0": {"compute": 2}, "*": {}}}',
+            "cannot be read: it has '0' twice; keep one",
+        ),
+        (
+            "times.toml",
+            'around = "fixed"\n[clients."*"]\ncompute = 1.0\n',
+            "has 'around' beside its clients; put it below each of them, or '*'",
+        ),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str | None, told: str) -> None:

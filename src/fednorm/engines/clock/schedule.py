@@ -7,6 +7,7 @@ lie around them, and every draw is a function of the seed, the client and the jo
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Callable
@@ -202,6 +203,11 @@ def make_schedule(text: str, clients: Clients) -> Schedule:
     if text.startswith(FILE):
         return Listed(read_rows(Path(text.removeprefix(FILE)), clients.count, clients.names))
     return SCHEDULES.make(text, clients)[1]
+
+
+def digest_of_file(schedule: Schedule) -> str:
+    """What a file of times said, for a run that goes on to tell whether it still does; empty without a file."""
+    return hashlib.sha256(repr(schedule.rows).encode()).hexdigest() if isinstance(schedule, Listed) else ""
 
 
 def _positive(name: str, option: str, value: float) -> float:
