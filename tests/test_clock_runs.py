@@ -131,13 +131,15 @@ def test_a_real_kill_and_resume_give_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_strategy_is_given_beside_the_method_or_in_it(tmp_path: Path) -> None:
-    beside = command("run", *TINY, *ASYNC, "--out", tmp_path / "a", "--quiet")
+    long = (*TINY, *ASYNC[4:], "--val-fraction", "0.2", "--quiet")
+    beside = command("run", *ASYNC[:4], *long, "--out", tmp_path / "a")
     assert beside.code == 0, beside.err
-    inside = command("run", *TINY, *ASYNC[4:], "--method", "fedbn+fedbuff(b=2)", "--out", tmp_path / "b", "--quiet")
+    inside = command("run", "--method", "fedbn+fedbuff(b=2)", *long, "--out", tmp_path / "b")
     results = [json.loads((tmp_path / name / "result.json").read_text())["runs"][0] for name in "ab"]
     assert results[0]["method"] == results[1]["method"] == "fedbuff(b=2)+fedbn"
     assert results[0]["digest"] == results[1]["digest"]
     assert "after the last version" in beside.out
+    assert "best validation in version 3: " in beside.out
     assert "fedbuff(b=2)+fedbn seed 0: staleness 0 " in inside.out
 
 
