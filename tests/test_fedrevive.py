@@ -219,13 +219,14 @@ def test_what_it_cannot_distil_on_is_refused() -> None:
 
 
 def test_the_upper_bound_distils_on_real_examples_and_makes_none() -> None:
-    strategy = "dd-fedrevive(lr=0.3,freeze=0,warmup=0,kd_batch=3,kd_steps=2,crop=1)"
+    """From the second version on, with nothing to wait for: there is no generator that must learn first."""
+    strategy = "dd-fedrevive(lr=0.3,kd_batch=3,kd_steps=2,crop=1)"
     found = come(federation(strategy, examples=tiny.examples(12, 0.0, 5)))
     again = come(federation(strategy, examples=tiny.examples(12, 0.0, 5)))
     other = come(federation(strategy, examples=tiny.examples(12, 0.0, 6)))
     assert digest(found.server.tree) == digest(again.server.tree) != digest(other.server.tree)
     facts, tree = remembered(found.server)
-    assert facts["guard"].keys() == {"distillation"}
+    assert len(facts["guard"]["distillation"]) == (len(ORDER) - 1) * 2
     assert not any(name.startswith("generator") for name in tree)
     assert found.server.agreed.method.name == "fedavg"
 

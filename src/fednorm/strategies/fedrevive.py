@@ -144,14 +144,15 @@ def dd_fedrevive(
     lr: float = 0.2,
     share: float = 0.5,
     teachers: int = 8,
-    freeze: int = 50,
-    warmup: int = 100,
+    freeze: int = 0,
+    warmup: int = 0,
     proportions: Literal["probed", True] = "probed",
     crop: int = 4,
     flip: bool = True,
     kd_batch: int = 32,
     kd_steps: int = 10,
     kd_lr: float = 3e-4,
+    kd_decay: float = 0.0,
     temperature: float = 2.0,
 ) -> Strategy:
     return fedrevive(
@@ -170,5 +171,6 @@ def dd_fedrevive(
         kd_batch=kd_batch,
         kd_steps=kd_steps,
         kd_lr=kd_lr,
+        kd_decay=kd_decay,
         temperature=temperature,
     )
