@@ -22,7 +22,15 @@ from fednorm.strategies.revive.pool import ImagePool, chosen
 from fednorm.strategies.revive.recall import Recall
 from fednorm.strategies.revive.settings import Settings
 from fednorm.strategies.revive.synthesis import Cast, Inputs, Synthesis, fresh_buffers, reptile, synthesise
-from fednorm.strategies.revive.teachers import Belief, Teacher, noise, probe, with_teacher
+from fednorm.strategies.revive.teachers import (
+    PROBE_TEMPERATURE,
+    PROBED_UPLOADS,
+    Belief,
+    Teacher,
+    noise,
+    probe,
+    with_teacher,
+)
 
 
 @dataclass(frozen=True)
@@ -132,9 +140,9 @@ class ServerStep:
             seen = tree[counts].double()
             return seen / seen.sum().clamp_min(1)
         belief = recall.beliefs.get(client) or Belief(torch.zeros(self.classes).double())
-        if belief.uploads < settings.probe_uploads:
+        if belief.uploads < PROBED_UPLOADS:
             inputs = noise(self.key(arrived.number, "probe"), settings.probes, self.shape, self.like)
-            belief = belief.after(probe(self.network, tree, mode, inputs, settings.probe_temperature).cpu())
+            belief = belief.after(probe(self.network, tree, mode, inputs, PROBE_TEMPERATURE).cpu())
             recall.beliefs = {**recall.beliefs, client: belief}
         return belief.proportions.to(self.context.device)
 
