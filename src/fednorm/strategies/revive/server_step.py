@@ -12,7 +12,6 @@ from torch import Tensor
 from fednorm.core import rng
 from fednorm.core.state import Kind, Tree
 from fednorm.core.strategy import Arrived, Context, Memory
-from fednorm.data.augment import augment
 from fednorm.errors import ConfigError
 from fednorm.layers.label_counts import counts_key
 from fednorm.strategies.revive.distil import Distilled, distil
@@ -180,16 +179,17 @@ class ServerStep:
         """Teach a copy of the server's model what the teachers know, as clients train it: what they hold, it holds."""
 
         def draw(key: Tensor, labels: Tensor) -> Tensor:
-            return self._drawn(recall.pool, key, labels).to(self.like.dtype)
+            return self.drawn(recall.pool, key, labels).to(self.like.dtype)
 
         key = self.key(version, "distillation")
         network = replace(self.network, hold=hold)
         return distil(self.settings, network, recall.teachers, student, keys, draw, recall.guard, key)
 
-    def _drawn(self, pool: ImagePool, key: Tensor, labels: Tensor) -> Tensor:
+    def drawn(self, pool: ImagePool, key: Tensor, labels: Tensor) -> Tensor:
+        """Inputs of the classifier, one for each label, augmented as clients do it."""
         picture, crop = rng.key(key, "which"), rng.key(key, "augment")
+        inputs = Inputs(self.settings.augmentation, self.context.mean, self.context.std)
         if self.settings.synthetic:
-            inputs = Inputs(self.settings.augmentation, self.context.mean, self.context.std)
             return inputs(pool.draw(picture, labels, self.classes), crop)
         x, y = (part.to(self.context.device) for part in self._examples)
-        return augment(x[chosen(picture, y, labels, self.classes)], crop, self.settings.augmentation)
+        return inputs(inputs.images_of(x[chosen(picture, y, labels, self.classes)]), crop)
