@@ -61,6 +61,10 @@ def test_a_strategy_is_told_from_the_method_beside_it(text: str, name: str, meth
         ("fedbuff(a=-1)", "'fedbuff(a=-1)': a=-1.0 makes no discount of stale updates; give 0 or more"),
         ("fedbuff(fresh=-1)", "'fedbuff(fresh=-1)': fresh=-1 is no staleness; give 0 or more"),
         (
+            "fedbuff(fresh=3)",
+            "'fedbuff(fresh=3)': fresh=3 is for statistics=fresh, not values; add it, or leave it out",
+        ),
+        (
             "fedasync(lr=1.5)",
             "'fedasync(lr=1.5)': lr=1.5 would mix in more than the client's model; give a number above 0, up to 1",
         ),

@@ -162,6 +162,10 @@ class Strategy:
             raise ConfigError(f"lr={self.rate} is no rate of a server; give a number above 0")
         if self.fresh < 0:
             raise ConfigError(f"fresh={self.fresh} is no staleness; give 0 or more")
+        if self.fresh and self.statistics != "fresh":
+            raise ConfigError(
+                f"fresh={self.fresh} is for statistics=fresh, not {self.statistics}; add it, or leave it out"
+            )
 
     def counts(self, staleness: int) -> float:
         """What an update counts; 1 to the bit for a fresh one, whatever the discount rounds to."""
