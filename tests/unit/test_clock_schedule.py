@@ -7,10 +7,11 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fednorm.engines.clock.schedule import SCHEDULES, Clients, Drawn, Times, make_schedule, register_schedule
+from fednorm.engines.clock.schedule import SCHEDULES, Asked, Clients, Drawn, Times, make_schedule, register_schedule
 from fednorm.errors import ConfigError
 
 FIVE = Clients(5)
@@ -180,3 +181,10 @@ def test_a_function_of_a_user_is_a_schedule() -> None:
             register_schedule("odd")(lambda client: (0, 0, 0))
     finally:
         SCHEDULES._known.pop("by-number")  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("given", [1.0, (1.0, 2.0), (0.0, "soon", 0.0), None, "abc"])
+def test_a_function_of_a_user_gives_three_numbers(given: Any) -> None:
+    told = f"schedule 'odd' gives client 2 {given!r}; give three numbers, the times of download, training and upload"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        Asked("odd", lambda seed, client, job: given).times(0, 2, 1)

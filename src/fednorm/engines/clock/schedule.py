@@ -22,6 +22,7 @@ from fednorm.core.factories import Factories
 from fednorm.core.user_code import UserCode
 from fednorm.engines.clock.schedule_file import FILE, Row, read_rows
 from fednorm.errors import ConfigError
+from fednorm.halves.wire_format import short
 
 Around = Literal["fixed", "exponential", "uniform"]
 
@@ -121,7 +122,14 @@ class Asked:
 
     def times(self, seed: int, client: int, job: int) -> Times:
         with UserCode(f"schedule '{self.name}'"):
-            told = Times(*map(float, self.function(seed, client, job)))
+            given = self.function(seed, client, job)
+        try:
+            told = Times(*map(float, given))
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"schedule '{self.name}' gives client {client} {short(given)}; give three numbers, "
+                "the times of download, training and upload"
+            ) from None
         for part, value in told._asdict().items():
             if not 0 <= value < math.inf:  # also refuses NaN
                 raise ConfigError(
