@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import re
 from dataclasses import FrozenInstanceError
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -141,3 +144,12 @@ def test_a_discount_begins_at_one_and_never_rises(discount: object) -> None:
     found = [Strategy(name="each", discount=discount).counts(age) for age in range(400)]  # type: ignore[arg-type]
     assert found[0] == 1.0
     assert all(0 <= later <= earlier for earlier, later in pairwise(found))
+
+
+@pytest.mark.parametrize("count", [math.nan, -0.5, math.inf, None])
+def test_a_discount_that_is_no_share_is_refused(count: Any) -> None:
+    odd = Strategy(name="odd", discount=lambda staleness: count)
+    told = f"'odd' counts an update that is 2 versions old {count!r}; give 0 or more, and finite"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        odd.counts(2)
+    assert odd.counts(0) == 1.0

@@ -169,7 +169,15 @@ class Strategy:
 
     def counts(self, staleness: int) -> float:
         """What an update counts; 1 to the bit for a fresh one, whatever the discount rounds to."""
-        return self.discount(staleness) if staleness else 1.0
+        if not staleness:
+            return 1.0
+        count = self.discount(staleness)
+        fits = isinstance(count, int | float) and 0 <= count < math.inf  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not fits:  # NaN neither
+            raise ConfigError(
+                f"'{self.name}' counts an update that is {staleness} versions old {count!r}; give 0 or more, and finite"
+            )
+        return count
 
     def value_counts(self, staleness: int) -> float:
         """What values that are not trained count."""
