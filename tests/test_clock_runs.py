@@ -131,13 +131,15 @@ def test_a_real_kill_and_resume_give_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_strategy_is_given_beside_the_method_or_in_it(tmp_path: Path) -> None:
-    beside = command("run", *TINY, *ASYNC, "--out", tmp_path / "a", "--quiet")
+    long = (*TINY, *ASYNC[4:], "--val-fraction", "0.2", "--quiet")
+    beside = command("run", *ASYNC[:4], *long, "--out", tmp_path / "a")
     assert beside.code == 0, beside.err
-    inside = command("run", *TINY, *ASYNC[4:], "--method", "fedbn+fedbuff(b=2)", "--out", tmp_path / "b", "--quiet")
+    inside = command("run", "--method", "fedbn+fedbuff(b=2)", *long, "--out", tmp_path / "b")
     results = [json.loads((tmp_path / name / "result.json").read_text())["runs"][0] for name in "ab"]
     assert results[0]["method"] == results[1]["method"] == "fedbuff(b=2)+fedbn"
     assert results[0]["digest"] == results[1]["digest"]
     assert "after the last version" in beside.out
+    assert "best validation in version 3: " in beside.out
     assert "fedbuff(b=2)+fedbn seed 0: staleness 0 " in inside.out
 
 
@@ -192,7 +194,7 @@ def test_methods_that_are_objects_are_on_the_clock_too(tmp_path: Path) -> None:
         ),
         (
             ("--async", "fedbuff(b=30)"),
-            "'fedbuff(b=30)' waits for 30 updates of different clients, and 5 train, so its buffer is never filled; "
+            "'fedbuff(b=30)' waits for 30 updates, more than the 5 clients that train can have under way; "
             "give b=5 or less",
         ),
         (
@@ -263,6 +265,25 @@ def test_files_of_times_that_are_refused(text: str, told: str, tmp_path: Path) -
     assert done.err.startswith(f"error: schedule '{tmp_path}/times.csv'")
     assert done.err.endswith(f"{told}\n")
     assert done.err.count("\n") == 1
+
+
+def test_a_file_of_times_is_found_again_from_anywhere_and_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("times.csv").write_text("client,compute\n*,2\n")
+    flags = ("--async", "fedbuff(b=2)", "--times", "file:times.csv", "--quiet")
+    assert command("run", *TINY, *flags, "--out", "run").code == 0
+    monkeypatch.chdir("/")
+    done = command("resume", tmp_path / "run", "--rounds", "4", "--quiet")
+    assert done.code == 0, done.err
+    (tmp_path / "times.csv").write_text("client,compute\n*,3\n")
+    done = command("resume", tmp_path / "run", "--rounds", "5", "--quiet")
+    assert (done.code, done.err) == (
+        2,
+        f"error: 'file:{tmp_path}/times.csv' is not what it was when the run began; "
+        "put the old times back, or start a new run\n",
+    )
 
 
 def test_updates_that_cannot_be_used_end_the_run() -> None:

@@ -7,10 +7,11 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fednorm.engines.clock.schedule import SCHEDULES, Clients, Drawn, Times, make_schedule, register_schedule
+from fednorm.engines.clock.schedule import SCHEDULES, Asked, Clients, Drawn, Times, make_schedule, register_schedule
 from fednorm.errors import ConfigError
 
 FIVE = Clients(5)
@@ -132,6 +133,17 @@ def test_what_a_file_may_not_say(tmp_path: Path, clients: dict[str, dict[str, ob
         ("times.csv", "who\n1\n", "has no column client; write client,download,compute,upload in its first line"),
         ("times.csv", "client,compute\n0\n", "line 2: it has not as many columns as the first"),
         ("times.csv", "client,compute\n0,1\n0,2\n*,1\n", "has client 0 twice; keep one"),
+        ("times.csv", "client,compute,compute\n*,1,2\n", "has column 'compute' twice; keep one"),
+        (
+            "times.json",
+            '{"clients": {"0": {"compute": 1}, "0": {"compute": 2}, "*": {}}}',
+            "cannot be read: it has '0' twice; keep one",
+        ),
+        (
+            "times.toml",
+            'around = "fixed"\n[clients."*"]\ncompute = 1.0\n',
+            "has 'around' beside its clients; put it below each of them, or '*'",
+        ),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str | None, told: str) -> None:
@@ -169,3 +181,10 @@ def test_a_function_of_a_user_is_a_schedule() -> None:
             register_schedule("odd")(lambda client: (0, 0, 0))
     finally:
         SCHEDULES._known.pop("by-number")  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("given", [1.0, (1.0, 2.0), (0.0, "soon", 0.0), None, "abc"])
+def test_a_function_of_a_user_gives_three_numbers(given: Any) -> None:
+    told = f"schedule 'odd' gives client 2 {given!r}; give three numbers, the times of download, training and upload"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        Asked("odd", lambda seed, client, job: given).times(0, 2, 1)

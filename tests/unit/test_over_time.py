@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -62,7 +63,7 @@ def test_lower_may_be_better() -> None:
     assert times_to([falling]) == {}
 
 
-def test_tables_have_the_time_to_what_two_methods_reached() -> None:
+def test_tables_have_the_time_to_what_two_methods_reached(tmp_path: Path) -> None:
     found = Result((QUICK, SLOW))
     assert found.table()[0].get("time") == {"mean": 2.0, "std": 0.0, "n": 1}
     assert str(found).splitlines() == [
@@ -73,7 +74,15 @@ def test_tables_have_the_time_to_what_two_methods_reached() -> None:
     reached = found.time_to(45)
     assert reached is not None
     assert reached.mean == 1.5
-    assert [line["round"] for line in found.rows()] == [1, 2, 3, 1, 2]
+    assert [(line["round"], line["time"]) for line in found.rows()] == [
+        (1, 0.5),
+        (2, 1.5),
+        (3, 2.0),
+        (1, 4.0),
+        (2, 9.0),
+    ]
+    written = found.to_csv(tmp_path / "rows.csv").read_text().splitlines()
+    assert written[:2] == ["method,seed,round,time,protocol,accuracy", "fedbuff+fedavg,0,1,0.5,pooled,21.0"]
 
 
 def test_staleness_is_counted() -> None:

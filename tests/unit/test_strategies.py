@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import re
 from dataclasses import FrozenInstanceError
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -60,6 +63,10 @@ def test_a_strategy_is_told_from_the_method_beside_it(text: str, name: str, meth
         ("fedbuff(b=x)", "'fedbuff(b=x)': 'x' does not fit; b takes int"),
         ("fedbuff(a=-1)", "'fedbuff(a=-1)': a=-1.0 makes no discount of stale updates; give 0 or more"),
         ("fedbuff(fresh=-1)", "'fedbuff(fresh=-1)': fresh=-1 is no staleness; give 0 or more"),
+        (
+            "fedbuff(fresh=3)",
+            "'fedbuff(fresh=3)': fresh=3 is for statistics=fresh, not values; add it, or leave it out",
+        ),
         (
             "fedasync(lr=1.5)",
             "'fedasync(lr=1.5)': lr=1.5 would mix in more than the client's model; give a number above 0, up to 1",
@@ -137,3 +144,12 @@ def test_a_discount_begins_at_one_and_never_rises(discount: object) -> None:
     found = [Strategy(name="each", discount=discount).counts(age) for age in range(400)]  # type: ignore[arg-type]
     assert found[0] == 1.0
     assert all(0 <= later <= earlier for earlier, later in pairwise(found))
+
+
+@pytest.mark.parametrize("count", [math.nan, -0.5, math.inf, None])
+def test_a_discount_that_is_no_share_is_refused(count: Any) -> None:
+    odd = Strategy(name="odd", discount=lambda staleness: count)
+    told = f"'odd' counts an update that is 2 versions old {count!r}; give 0 or more, and finite"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        odd.counts(2)
+    assert odd.counts(0) == 1.0

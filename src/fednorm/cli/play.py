@@ -123,6 +123,7 @@ def rounds_done(out: Path) -> int | None:
 
 def finish(asked: Asked, result: Result) -> None:
     """Print a result, as a table or as JSON; a comparison also says what it showed, and draws it."""
+    from fednorm.running.over_time import is_timed
     from fednorm.running.records import number_text, score_of
     from fednorm.views.seen import draw_curves, what_was_seen
 
@@ -144,7 +145,8 @@ def finish(asked: Asked, result: Result) -> None:
                 for name in best
                 if name not in ("round", "validation")
             )
-            say(f"{run['method']} seed {run['seed']}: best validation in round {best['round']}: {scores}")
+            where = f"{'version' if is_timed(run) else 'round'} {best['round']}"
+            say(f"{run['method']} seed {run['seed']}: best validation in {where}: {scores}")
     if seen:
         echo()
         say(seen, indent="")

@@ -162,10 +162,22 @@ class Strategy:
             raise ConfigError(f"lr={self.rate} is no rate of a server; give a number above 0")
         if self.fresh < 0:
             raise ConfigError(f"fresh={self.fresh} is no staleness; give 0 or more")
+        if self.fresh and self.statistics != "fresh":
+            raise ConfigError(
+                f"fresh={self.fresh} is for statistics=fresh, not {self.statistics}; add it, or leave it out"
+            )
 
     def counts(self, staleness: int) -> float:
         """What an update counts; 1 to the bit for a fresh one, whatever the discount rounds to."""
-        return self.discount(staleness) if staleness else 1.0
+        if not staleness:
+            return 1.0
+        count = self.discount(staleness)
+        fits = isinstance(count, int | float) and 0 <= count < math.inf  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not fits:  # NaN neither
+            raise ConfigError(
+                f"'{self.name}' counts an update that is {staleness} versions old {count!r}; give 0 or more, and finite"
+            )
+        return count
 
     def value_counts(self, staleness: int) -> float:
         """What values that are not trained count."""

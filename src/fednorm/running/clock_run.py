@@ -9,10 +9,11 @@ from typing import Any, cast
 
 from fednorm.core.state import Tree
 from fednorm.core.user_code import UserCode
+from fednorm.engines.clock.schedule import digest_of_file
 from fednorm.engines.clock.simulation import Simulation
 from fednorm.engines.machine import precision
 from fednorm.engines.ranks import Alone
-from fednorm.errors import ConfigError, QuorumError
+from fednorm.errors import CheckpointError, ConfigError, QuorumError
 from fednorm.halves.arrivals import ArrivalServer
 from fednorm.halves.exchange import Held, diverged
 from fednorm.halves.landing import Arrival
@@ -45,9 +46,10 @@ class ClockRun(PlayedRun):
         if type(ranks or Alone()) is not Alone:
             raise ConfigError(f"'{plan.name}' is on a clock, which one process keeps; run it without torchrun")
         self.plan, self.store, self.clock = plan, store, cast(Clock, plan.clock)
-        facts = store.facts()
+        facts, self._times = store.facts(), digest_of_file(self.clock.schedule)
         if facts:
             refuse_other_config(facts["config"], plan.config)
+            self._refuse_other_times(facts.get("times", self._times))
         self.engine_name, self.engine = make(plan, facts.get("engine"), False)
         self._ran_before: Ran | None = facts.get("ran")
         strategy, config = self.clock.strategy, plan.config
@@ -164,6 +166,13 @@ class ClockRun(PlayedRun):
         wait = max(CHECKPOINT_SECONDS, self._commit_seconds / COMMIT_SHARE)
         return time.perf_counter() - self._committed_at > wait
 
+    def _refuse_other_times(self, before: str) -> None:
+        if before != self._times:
+            raise CheckpointError(
+                f"'{self.plan.config.clock.times}' is not what it was when the run began; "
+                "put the old times back, or start a new run"
+            )
+
     def _load(self, facts: dict[str, Any]) -> None:
         """Go on from the last commit."""
         self._written = {name: self.store.tree(name) for name in self.store.tree_names() if name != "best"}
@@ -175,6 +184,7 @@ class ClockRun(PlayedRun):
         clock, trees = self.simulation.state()
         facts: dict[str, Any] = {"clock": clock, "config": to_dict(self.plan.config), "engine": self.engine_name}
         facts |= {"finished": self.server.finished, "ran": self.ran(), "refused": list(self._refused)}
+        facts["times"] = self._times
         new = {name: tree for name, tree in trees.items() if tree is not self._written.get(name)}
         gone = self._written.keys() - trees.keys()
         self._written = dict(trees)

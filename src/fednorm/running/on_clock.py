@@ -108,8 +108,8 @@ def make_clock(config: RunConfig, strategy: Strategy | None, federation: Federat
         raise ConfigError(f"clock.concurrency={concurrency} but only {available} clients train; give at most that many")
     if strategy.buffer > available and not strategy.barrier:
         raise ConfigError(
-            f"'{strategy.name}' waits for {strategy.buffer} updates of different clients, and {available} train, "
-            f"so its buffer is never filled; give b={available} or less"
+            f"'{strategy.name}' waits for {strategy.buffer} updates, more than the {available} clients that train "
+            f"can have under way; give b={available} or less"
         )
     known = Clients(len(federation.clients), tuple(federation.client_names or ()))
     return Clock(strategy, make_schedule(clock.times, known), concurrency)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fednorm.core.expression import parse_term
@@ -11,6 +12,7 @@ from fednorm.data.from_files.deal import OWN, deal
 from fednorm.data.from_files.file_set import FileOptions, FileSet
 from fednorm.data.from_files.read import read
 from fednorm.data.from_files.source import NAMES, Source, find_source
+from fednorm.engines.clock.schedule_file import absolute
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.models.fitting import VECTOR_MODEL
 from fednorm.running.config import DataConfig, RunConfig, updated
@@ -19,11 +21,12 @@ _OF_TABLES = ("target", "client", "split", "features", "categories", "standardiz
 
 
 def settled_by_files(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
-    """The config with all that its own files decide: path, number of clients, partition, model, digest.
+    """The config with all that its own files decide: paths, number of clients, partition, model, digest.
 
     `given` names the fields that were asked for; those that differ from the default are taken to be. What was asked
     for and cannot be is refused. A config with a digest has been settled before and stays as it is.
     """
+    config = replace(config, clock=replace(config.clock, times=absolute(config.clock.times)))
     source = find_source(config.data.name)
     changed = _changed(config)
     _check_fields(config.data, source, changed)

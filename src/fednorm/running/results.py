@@ -37,6 +37,8 @@ from fednorm.running.records import (
 from fednorm.running.trained import Trained, Which
 
 PROTOCOLS = ("pooled", "own_client", "domains", "unseen")
+_PLACES = ("round", "time")
+"""Curves of where scores are, beside those of scores."""
 
 
 @dataclass(frozen=True)
@@ -224,14 +226,19 @@ class Result:
         return self.trained[runs[name, wanted]].model(client, which)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The metric of every run, scored round and protocol, one plain row each."""
+        """The metric of every run, scored round and protocol, one plain row each; on a clock with its virtual time."""
         return [
-            {**_name(run), "round": number, "protocol": protocol, self.metric: value}
+            {**_name(run), **place, "protocol": protocol, self.metric: value}
             for run in self.runs
             for protocol, values in run["curves"].items()
-            if protocol not in ("round", "time")
-            for number, value in zip(run["curves"]["round"], cast("list[float]", values), strict=True)
+            if protocol not in _PLACES
+            for place, value in zip(_places(run), cast("list[float]", values), strict=True)
         ]
+
+    def _columns(self) -> list[str]:
+        """What `rows()` has in its rows."""
+        timed = any(is_timed(run) for run in self.runs)
+        return ["method", "seed", *_PLACES[: 1 + timed], "protocol", self.metric]
 
     def per_client(self, protocol: str = "own_client") -> list[dict[str, Any]]:
         """The final metric of every client in every run, one plain row each."""
@@ -253,7 +260,7 @@ class Result:
         """Write `rows()` as a CSV file."""
         rows = self.rows()
         with written_whole(Path(path)) as draft, draft.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["method", "seed", "round", "protocol", self.metric])
+            writer = csv.DictWriter(file, self._columns())
             writer.writeheader()
             writer.writerows(rows)
         return Path(path)
@@ -262,7 +269,7 @@ class Result:
         """`rows()` as a pandas DataFrame."""
         require("pandas", "report", "a table as a DataFrame")
         pandas = importlib.import_module("pandas")
-        return pandas.DataFrame(self.rows(), columns=["method", "seed", "round", "protocol", self.metric])
+        return pandas.DataFrame(self.rows(), columns=self._columns())
 
     def time_to(self, level: float, method: str | None = None, protocol: str = "pooled") -> Spread | None:
         """Virtual time until the score of a method was first at a level, over its seeds; None where one never was."""
@@ -330,6 +337,13 @@ def _cell(found: Spread) -> MeanOverSeeds:
 
 def _name(run: RunResult) -> dict[str, Any]:
     return {"method": run["method"], "seed": run["seed"]}
+
+
+def _places(run: RunResult) -> list[dict[str, float]]:
+    """Of which round each score of a curve is, and on a clock of which virtual time."""
+    curves: Mapping[str, Any] = run["curves"]  # pyright: ignore[reportAssignmentType]
+    there = [name for name in _PLACES if name in curves]
+    return [dict(zip(there, place, strict=True)) for place in zip(*(curves[name] for name in there), strict=True)]
 
 
 def _client_name(run: RunResult, client: int) -> dict[str, str]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from fednorm.core.method import Method
 from fednorm.core.registry import extended
 from fednorm.core.state import Kind, Policy
-from fednorm.core.strategy import Discount, Strategy
+from fednorm.core.strategy import Strategy
 from fednorm.core.strategy_registry import register_strategy
 from fednorm.errors import ConfigError
-from fednorm.pieces.discounts import Cosine, Exponential, Linear, Steps
 from fednorm.strategies.revive.network import Source
 from fednorm.strategies.revive.reviser import Revive
-from fednorm.strategies.revive.settings import Settings, Share
+from fednorm.strategies.revive.settings import Settings
 
 _PAPER = "Askin et al. 2025 (arXiv 2511.00655)"
-Schedule = Literal["cosine", "constant", "linear", "exponential", "stepwise"]
+_Factory = TypeVar("_Factory", bound=Callable[..., Strategy])
 
 
 @dataclass(frozen=True)
@@ -54,84 +55,22 @@ def _refuse_clash(method: Method) -> None:
         ) from None
 
 
+def _takes_settings(make: _Factory) -> _Factory:
+    """Name the fields of `Settings` as the options of a factory that hands them on, each with its type and default."""
+    own = [each for each in inspect.signature(make).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    vars(make)["__signature__"] = inspect.Signature([*own, *inspect.signature(Settings).parameters.values()])
+    make.__annotations__ |= get_type_hints(Settings)
+    return make
+
+
 @register_strategy(
     "fedrevive",
     paper=_PAPER,
     summary="every update makes a version; the staler it is, the more of it is replaced by data-free distillation",
 )
-def fedrevive(
-    b: int = 1,
-    lr: float = 0.1,
-    schedule: Schedule = "cosine",
-    s_max: float = 75.0,
-    slope: float = 0.005,
-    share: float = 0.5,
-    freeze: int = 50,
-    warmup: int = 100,
-    teachers: int = 8,
-    statistics: Source = "tracker",
-    proportions: Literal["probed", True] = "probed",
-    probes: int = 64,
-    images: Literal["synthetic", "real"] = "synthetic",
-    batch: int = 64,
-    steps: int = 2,
-    every: int = 1,
-    latent: int = 256,
-    width: int = 128,
-    conditioning: float = 0.2,
-    generator_lr: float = 3e-3,
-    latent_lr: float = 1e-3,
-    feature: float = 0.003,
-    one_hot: float = 1.0,
-    adversarial: float = 0.1,
-    pool: int = 16_000,
-    crop: int = 4,
-    flip: bool = True,
-    kd_batch: int = 32,
-    kd_steps: int = 10,
-    kd_lr: float = 1e-4,
-    kd_decay: float = 1e-5,
-    temperature: float = 1.0,
-) -> Strategy:
-    if not 0 <= share <= 1:
-        raise ConfigError(f"share={share} is out of range; give 0 up to 1")
-    keeps: dict[str, Discount] = {
-        "cosine": Cosine(s_max),
-        "constant": Share(share),
-        "linear": Linear(slope),
-        "exponential": Exponential(slope),
-        "stepwise": Steps(2 * s_max),
-    }
-    settings = Settings(
-        keeps=keeps[schedule],
-        freeze=freeze,
-        warmup=warmup,
-        teachers=teachers,
-        statistics=statistics,
-        counted=proportions is True,
-        probes=probes,
-        synthetic=images == "synthetic",
-        batch=batch,
-        steps=steps,
-        every=every,
-        latent=latent,
-        width=width,
-        conditioning=conditioning,
-        generator_lr=generator_lr,
-        latent_lr=latent_lr,
-        feature=feature,
-        one_hot=one_hot,
-        adversarial=adversarial,
-        pool=pool,
-        crop=crop,
-        flip=flip,
-        kd_batch=kd_batch,
-        kd_steps=kd_steps,
-        kd_lr=kd_lr,
-        kd_decay=kd_decay,
-        temperature=temperature,
-    )
-    return Strategy(buffer=b, rate=lr, revise=Revive(settings), adds=Additions(statistics, settings.counted))
+@_takes_settings
+def fedrevive(b: int = 1, lr: float = 0.1, **settings: Any) -> Strategy:
+    return _strategy(b, lr, Settings(**settings))
 
 
 @register_strategy(
@@ -144,19 +83,18 @@ def dd_fedrevive(
     lr: float = 0.2,
     share: float = 0.5,
     teachers: int = 8,
-    freeze: int = 50,
-    warmup: int = 100,
+    freeze: int = 0,
+    warmup: int = 0,
     proportions: Literal["probed", True] = "probed",
     crop: int = 4,
     flip: bool = True,
     kd_batch: int = 32,
     kd_steps: int = 10,
     kd_lr: float = 3e-4,
+    kd_decay: float = 0.0,
     temperature: float = 2.0,
 ) -> Strategy:
-    return fedrevive(
-        b=b,
-        lr=lr,
+    settings = Settings(
         schedule="constant",
         share=share,
         teachers=teachers,
@@ -170,5 +108,11 @@ def dd_fedrevive(
         kd_batch=kd_batch,
         kd_steps=kd_steps,
         kd_lr=kd_lr,
+        kd_decay=kd_decay,
         temperature=temperature,
     )
+    return _strategy(b, lr, settings)
+
+
+def _strategy(b: int, lr: float, settings: Settings) -> Strategy:
+    return Strategy(buffer=b, rate=lr, revise=Revive(settings), adds=Additions(settings.statistics, settings.counted))

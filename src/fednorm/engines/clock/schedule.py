@@ -7,6 +7,7 @@ lie around them, and every draw is a function of the seed, the client and the jo
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from fednorm.core.factories import Factories
 from fednorm.core.user_code import UserCode
 from fednorm.engines.clock.schedule_file import FILE, Row, read_rows
 from fednorm.errors import ConfigError
+from fednorm.halves.wire_format import short
 
 Around = Literal["fixed", "exponential", "uniform"]
 
@@ -120,7 +122,14 @@ class Asked:
 
     def times(self, seed: int, client: int, job: int) -> Times:
         with UserCode(f"schedule '{self.name}'"):
-            told = Times(*map(float, self.function(seed, client, job)))
+            given = self.function(seed, client, job)
+        try:
+            told = Times(*map(float, given))
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"schedule '{self.name}' gives client {client} {short(given)}; give three numbers, "
+                "the times of download, training and upload"
+            ) from None
         for part, value in told._asdict().items():
             if not 0 <= value < math.inf:  # also refuses NaN
                 raise ConfigError(
@@ -202,6 +211,11 @@ def make_schedule(text: str, clients: Clients) -> Schedule:
     if text.startswith(FILE):
         return Listed(read_rows(Path(text.removeprefix(FILE)), clients.count, clients.names))
     return SCHEDULES.make(text, clients)[1]
+
+
+def digest_of_file(schedule: Schedule) -> str:
+    """What a file of times said, for a run that goes on to tell whether it still does; empty without a file."""
+    return hashlib.sha256(repr(schedule.rows).encode()).hexdigest() if isinstance(schedule, Listed) else ""
 
 
 def _positive(name: str, option: str, value: float) -> float:

@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import math
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,17 @@ class Row:
     upload: float
     around: Literal["fixed", "exponential"] = "exponential"
     """how the times of training lie around their mean"""
+
+
+def absolute(times: str) -> str:
+    """What names a file of times names it from any folder, as a run that goes on must.
+
+    >>> absolute("file:/data/../times.csv"), absolute("equal(time=2)")
+    ('file:/times.csv', 'equal(time=2)')
+    """
+    path = times.removeprefix(FILE)
+    # Not resolved: a link that is moved to other times is still the path the user gave.
+    return FILE + os.path.abspath(os.path.expanduser(path)) if path and path != times else times
 
 
 def read_rows(path: Path, count: int, names: Sequence[str] = ()) -> tuple[Row, ...]:
@@ -92,7 +104,7 @@ def _tables(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         text = read_bounded(path, foreign=False).decode("utf-8-sig")
         if kind == ".csv":
             return _csv(path, text)
-        whole = refuse_depth(json.loads(text) if kind == ".json" else tomllib.loads(text))
+        whole = refuse_depth(json.loads(text, object_pairs_hook=_once) if kind == ".json" else tomllib.loads(text))
     except FileNotFoundError:
         raise ConfigError(f"schedule '{path}' does not exist; give a JSON, TOML or CSV file with times") from None
     except OSError as error:
@@ -106,13 +118,32 @@ def _tables(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
         raise ConfigError(
             f"schedule '{path}' has no table of clients; write clients, and below each its {', '.join(PARTS)}"
         )
+    for key in cast("dict[str, Any]", whole):
+        if key != "clients":  # what stands beside them would be no client's
+            raise ConfigError(
+                f"schedule '{path}' has '{key}' beside its clients; put it below each of them, or '{REST}'"
+            )
     return list(cast("dict[str, Mapping[str, Any]]", clients).items())
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON, which may name nothing twice, as in TOML: the first of both would be lost without a word."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"it has '{key}' twice; keep one")
+        table[key] = value
+    return table
 
 
 def _csv(path: Path, text: str) -> list[tuple[str, Mapping[str, Any]]]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    if "client" not in (reader.fieldnames or ()):
+    columns = list(reader.fieldnames or ())
+    if "client" not in columns:
         raise ConfigError(f"schedule '{path}' has no column client; write client,{','.join(PARTS)} in its first line")
+    twice = next((column for column in columns if columns.count(column) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"schedule '{path}' has column '{twice}' twice; keep one")
     found: list[tuple[str, Mapping[str, Any]]] = []
     for line in reader:
         if None in line or None in line.values():

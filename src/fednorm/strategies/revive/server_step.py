@@ -12,7 +12,6 @@ from torch import Tensor
 from fednorm.core import rng
 from fednorm.core.state import Kind, Tree
 from fednorm.core.strategy import Arrived, Context, Memory
-from fednorm.data.augment import augment
 from fednorm.errors import ConfigError
 from fednorm.layers.label_counts import counts_key
 from fednorm.strategies.revive.distil import Distilled, distil
@@ -22,7 +21,15 @@ from fednorm.strategies.revive.pool import ImagePool, chosen
 from fednorm.strategies.revive.recall import Recall
 from fednorm.strategies.revive.settings import Settings
 from fednorm.strategies.revive.synthesis import Cast, Inputs, Synthesis, fresh_buffers, reptile, synthesise
-from fednorm.strategies.revive.teachers import Belief, Teacher, noise, probe, with_teacher
+from fednorm.strategies.revive.teachers import (
+    PROBE_TEMPERATURE,
+    PROBED_UPLOADS,
+    Belief,
+    Teacher,
+    noise,
+    probe,
+    with_teacher,
+)
 
 
 @dataclass(frozen=True)
@@ -132,9 +139,9 @@ class ServerStep:
             seen = tree[counts].double()
             return seen / seen.sum().clamp_min(1)
         belief = recall.beliefs.get(client) or Belief(torch.zeros(self.classes).double())
-        if belief.uploads < settings.probe_uploads:
+        if belief.uploads < PROBED_UPLOADS:
             inputs = noise(self.key(arrived.number, "probe"), settings.probes, self.shape, self.like)
-            belief = belief.after(probe(self.network, tree, mode, inputs, settings.probe_temperature).cpu())
+            belief = belief.after(probe(self.network, tree, mode, inputs, PROBE_TEMPERATURE).cpu())
             recall.beliefs = {**recall.beliefs, client: belief}
         return belief.proportions.to(self.context.device)
 
@@ -172,16 +179,17 @@ class ServerStep:
         """Teach a copy of the server's model what the teachers know, as clients train it: what they hold, it holds."""
 
         def draw(key: Tensor, labels: Tensor) -> Tensor:
-            return self._drawn(recall.pool, key, labels).to(self.like.dtype)
+            return self.drawn(recall.pool, key, labels).to(self.like.dtype)
 
         key = self.key(version, "distillation")
         network = replace(self.network, hold=hold)
         return distil(self.settings, network, recall.teachers, student, keys, draw, recall.guard, key)
 
-    def _drawn(self, pool: ImagePool, key: Tensor, labels: Tensor) -> Tensor:
+    def drawn(self, pool: ImagePool, key: Tensor, labels: Tensor) -> Tensor:
+        """Inputs of the classifier, one for each label, augmented as clients do it."""
         picture, crop = rng.key(key, "which"), rng.key(key, "augment")
+        inputs = Inputs(self.settings.augmentation, self.context.mean, self.context.std)
         if self.settings.synthetic:
-            inputs = Inputs(self.settings.augmentation, self.context.mean, self.context.std)
             return inputs(pool.draw(picture, labels, self.classes), crop)
         x, y = (part.to(self.context.device) for part in self._examples)
-        return augment(x[chosen(picture, y, labels, self.classes)], crop, self.settings.augmentation)
+        return inputs(inputs.images_of(x[chosen(picture, y, labels, self.classes)]), crop)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from fednorm.core.strategy import Discount
 from fednorm.errors import ConfigError
-from fednorm.pieces.discounts import Cosine
+from fednorm.pieces.discounts import Cosine, Exponential, Linear, Steps
 from fednorm.strategies.revive.network import Source
 
 
@@ -21,27 +23,28 @@ class Share:
         return 1 - self.distilled
 
 
-_COSINE = Cosine(75.0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user may say of FedRevive."""
+    """What a user may say of FedRevive: the options of the strategy, each under its name there."""
 
-    keeps: Discount = _COSINE
-    """1 - beta: the share of itself that an update keeps; distillation has the rest"""
+    schedule: Literal["cosine", "constant", "linear", "exponential", "stepwise"] = "cosine"
+    """how the share of distillation in an update rises with its staleness"""
+    s_max: float = 75.0
+    """of the cosine and the steps: half the staleness from which on nothing of an update is left"""
+    slope: float = 0.005
+    """of the linear and the exponential schedule"""
+    share: float = 0.5
+    """the constant one"""
     freeze: int = 50
     """versions before anything is synthesised"""
     warmup: int = 100
     """versions before the adversarial loss counts, and after which there is distillation"""
     teachers: int = 8
     statistics: Source = "tracker"
-    counted: bool = False
-    """whether clients tell the counts of their labels, or the server probes their models"""
+    proportions: Literal["probed", True] = "probed"
+    """whether the server probes the clients' models, or they tell the counts of their labels"""
     probes: int = 64
-    probe_temperature: float = 0.8
-    probe_uploads: int = 2
-    synthetic: bool = True
+    images: Literal["synthetic", "real"] = "synthetic"
     """whether images are made, or real ones are at the server: the data-dependent upper bound"""
     batch: int = 64
     steps: int = 2
@@ -66,18 +69,42 @@ class Settings:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("teachers", "probes", "probe_uploads", "batch", "steps", "every", "latent", "width", "pool"):
+        for name in ("teachers", "probes", "batch", "steps", "every", "latent", "width", "pool"):
             self._refuse(name, getattr(self, name) >= 1, "1 or more")
         for name in ("kd_batch", "kd_steps"):
             self._refuse(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("probe_temperature", "generator_lr", "latent_lr", "kd_lr", "temperature"):
+        for name in ("generator_lr", "latent_lr", "kd_lr", "temperature"):
             self._refuse(name, 0 < getattr(self, name) < math.inf, "a number above 0")
         for name in ("freeze", "warmup", "conditioning", "feature", "one_hot", "adversarial", "kd_decay", "crop"):
             self._refuse(name, 0 <= getattr(self, name) < math.inf, "0 or more")
+        self._refuse("share", 0 <= self.share <= 1, "0 up to 1")
+        self.keeps  # noqa: B018 (refuses what makes no discount)
 
     def _refuse(self, name: str, fits: bool, expected: str) -> None:
         if not fits:
             raise ConfigError(f"{name}={getattr(self, name)} is out of range; give {expected}")
+
+    @cached_property
+    def keeps(self) -> Discount:
+        """1 - beta: the share of itself that an update keeps; distillation has the rest."""
+        schedules: dict[str, Discount] = {
+            "cosine": Cosine(self.s_max),
+            "constant": Share(self.share),
+            "linear": Linear(self.slope),
+            "exponential": Exponential(self.slope),
+            "stepwise": Steps(2 * self.s_max),
+        }
+        return schedules[self.schedule]
+
+    @property
+    def counted(self) -> bool:
+        """Whether clients tell the counts of their labels."""
+        return self.proportions is True
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether images are made."""
+        return self.images == "synthetic"
 
     def beta(self, staleness: int) -> float:
         """The share of distillation in an update."""

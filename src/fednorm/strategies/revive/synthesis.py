@@ -41,8 +41,19 @@ class Inputs:
         moved = augment(images, key, self.augmentation)
         if not self.mean:
             return moved
-        mean, std = (moved.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
+        mean, std = self._scale(moved)
         return (moved - mean) / std
+
+    def images_of(self, inputs: Tensor) -> Tensor:
+        """The images in [0, 1] that some inputs were made of: what moves into an image from outside is black there."""
+        if not self.mean:
+            return inputs
+        mean, std = self._scale(inputs)
+        return inputs * std + mean
+
+    def _scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = (like.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
+        return mean, std
 
 
 @dataclass

@@ -12,6 +12,10 @@ from fednorm.core import rng
 from fednorm.core.state import Tree
 from fednorm.strategies.revive.network import Mode, Network
 
+PROBED_UPLOADS = 2
+"""of each client"""
+PROBE_TEMPERATURE = 0.8
+
 
 @dataclass(frozen=True)
 class Teacher:
