@@ -219,7 +219,8 @@ def statistic_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
     """Channel by channel, the running statistics of some clients of the first seed, where they have their own."""
     kept = [(each.cell.method, each.records[0]) for each in results if each.records[0].statistics]
     if not kept:
-        raise ConfigError(f"{study.id} shows statistics of single clients, which none of its runs kept; play it anew")
+        why = f"{study.id} shows statistics of single clients, which none of its runs kept"
+        raise ConfigError(f"{why}; move their files elsewhere and play it anew")
     return [
         Panel(f"{method}, norm {layer}, {part}", lambda axis, v=values, r=record: _channels(axis, study, r, v), False)
         for method, record in kept
