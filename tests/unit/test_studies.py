@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fednorm.errors import CheckpointError, ConfigError
-from fednorm.running.config import RunConfig, updated
+from fednorm.running.config import RunConfig, to_dict, updated
 from fednorm.studies.beside import agreement_text, precision_text, ranking_text, sentences, table_rows, to_json
 from fednorm.studies.library import Library, Record, key_of, make_record
 from fednorm.studies.measured import Measured, agreement, measured, ranking
@@ -259,10 +259,20 @@ def test_a_study_is_open_partly_done_or_done(tmp_path: Path) -> None:
     assert standing(study, library).state == "done"
 
 
+OF_ANOTHER_RUN = "its key is not that of its config, so it would stand for another run"
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
         ({"run": 5}, "TypeError: 'int' object is not subscriptable"),
+        ({"key": "0" * 12}, f"ValueError: {OF_ANOTHER_RUN}"),
+        ({"config": {"rounds": 9}}, "KeyError: 'data'"),
+        ({"config": {**to_dict(RunConfig()), "rounds": 9}}, f"ValueError: {OF_ANOTHER_RUN}"),
+        (
+            {"config": {**to_dict(RunConfig()), "rouns": 9}},
+            "ConfigError: config field 'rouns' is not known; did you mean 'rounds'?",
+        ),
         ({"run": {}}, "KeyError: 'metric'"),
         ({"key": []}, "TypeError: key is list"),
         ({"environment": None}, "TypeError: environment is NoneType"),
