@@ -126,6 +126,31 @@ def test_heat_maps_are_by_two_axes() -> None:
     assert axis.images[0].get_array()[0, 0] == 61.0
 
 
+@pytest.mark.parametrize("id", ["fixbn.f1", "fixbn.fedtan", "fixbn.norms", "fixbn.tI", "fixbn.curves", "fedwon.t6"])
+def test_a_legend_lies_inside_its_picture(id: str) -> None:
+    study = find_study(id)
+    figure = make_figure(study, measured(study, study.cells(quick=True)), quick=True)
+    figure.canvas.draw()
+    for legend in figure.legends:
+        box = legend.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+
+
+def test_a_place_in_a_heat_map_means_the_same_in_all_of_them() -> None:
+    study = find_study("fixbn.grid.tiny")
+    asked = {("fedavg_bn", "20", "iid"), ("fedavg_bn", "1", "shards"), ("fedavg_gn", "20", "iid")}
+    cells = [
+        cell
+        for cell in study.cells()
+        if cell.setting["budget"] == "epochs"
+        and (cell.method, cell.setting["local_steps"], cell.setting["partition"]) in asked
+    ]
+    for axis in filled(study, "heatmap", measured(study, cells)).values():
+        assert [text.get_text() for text in axis.get_xticklabels()] == ["1", "20"]
+        assert [text.get_text() for text in axis.get_yticklabels()] == ["iid", "shards"]
+        assert axis.images[0].get_array().shape == (2, 2)
+
+
 def test_scores_along_an_axis_need_two_places() -> None:
     study = find_study("fixbn.dynamics")
     axes = filled(study, "by_axis")
