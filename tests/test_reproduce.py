@@ -156,22 +156,18 @@ def test_a_run_that_diverges_is_named_and_leaves_the_others_alone(tmp_path: Path
     assert sorted(name.split("-")[2] for name in digests(tmp_path)) == ["fedbn", "fixbn"]
 
 
-def test_what_ended_before_a_signal_is_kept(tmp_path: Path) -> None:
-    methods = {"fedavg": "fedavg", "fixbn": {"method": "fixbn", "set": {"train.local_steps": 9}}}
-    asked = replace(study("fedavg", "fixbn"), recipe=StudyRecipe(RUN, methods, {}, Score()))
-
+def test_what_ended_before_a_signal_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def stopped_once_one_has_ended(cells: Sequence[Cell]) -> Iterator[OnRow]:
+    def stopped_in_the_second(cells: Sequence[Cell]) -> Iterator[OnRow]:
         def tell(run: RunId, row: RoundRow) -> None:
-            if run.method.startswith("fixbn"):
-                while not cells[0].is_done:
-                    time.sleep(0.05)
+            if run == cells[1].id:
                 os.kill(os.getpid(), signal.SIGINT)
 
         yield tell
 
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # one after the other
     with pytest.raises(Interrupted):
-        play_runs(wanted_runs(asked.cells(), [0]), place(tmp_path), stopped_once_one_has_ended)
+        play_runs(wanted_runs(study("fedavg", "fixbn").cells(), [0]), place(tmp_path), stopped_in_the_second)
     assert [name.split("-")[2] for name in digests(tmp_path)] == ["fedavg"]
 
 

@@ -225,8 +225,7 @@ def _warn_of_time(study: Study, place: Place, runs: list[tuple[RunConfig, int]],
         supposed = [seconds_of(config, 1, on_gpu=False) for config, _ in runs]
         measured = estimate(place.cell(place.settled(*runs[0])).plan())["seconds"]
         seconds = sum(supposed) * measured / supposed[0] / usable_jobs(len(runs))
-        text = f"{study.id}: {len(runs)} runs, about {duration(seconds)} without a GPU; a small version: --quick"
-        echo(text, file=sys.stderr)
+        echo(f"{study.id}: about {duration(seconds)} without a GPU; a small version: --quick", file=sys.stderr)
 
 
 def _watched(quiet: bool, json: bool) -> Watched:
