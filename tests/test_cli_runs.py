@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 from pathlib import Path
 
@@ -116,6 +117,14 @@ def test_divergence_and_quorum_have_their_own_codes(tmp_path: Path) -> None:
     short = fednorm("run", *wild, "--set", "engine.quorum=0.9", "--out", tmp_path / "b", "--quiet")
     assert short.code == 4
     assert "0 of 5 updates usable in round 1" in short.err
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_of_several_runs_the_one_that_diverged_is_named(jobs: str, tmp_path: Path) -> None:
+    wild = (*TINY, "--lr", "1e30", "--local-steps", "3", "--jobs", jobs)
+    done = fednorm("compare", "fedbn", "silobn", *wild, "--out", tmp_path / "c", "--quiet")
+    assert done.code == 3
+    assert re.match(r"error: (fedbn|silobn) seed 0: diverged in round 1, client 0: ", done.err.splitlines()[-1])
 
 
 @pytest.mark.fault(row=20)

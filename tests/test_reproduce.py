@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from command import fednorm
-from fednorm.errors import ConfigError
+from fednorm.errors import ConfigError, DivergedError
 from fednorm.running.cells import Cell
-from fednorm.running.records import OnRow
+from fednorm.running.config import RunConfig, updated
+from fednorm.running.records import OnRow, RoundRow, RunId
+from fednorm.running.stopping import Interrupted
 from fednorm.studies.client_statistics import Look
 from fednorm.studies.estimate import seconds_of
-from fednorm.studies.library import Library
+from fednorm.studies.library import Library, key_of
 from fednorm.studies.playing import Place, play_runs, wanted_runs
 from fednorm.studies.published import Experiment, PublishedCell
-from fednorm.studies.queue import play_next
+from fednorm.studies.queue import play_next, with_data
 from fednorm.studies.recipes import Score, StudyRecipe
 from fednorm.studies.study import Study
 
@@ -115,8 +120,9 @@ def test_a_record_names_what_made_it_and_no_folder(tmp_path: Path) -> None:
 
 
 def test_statistics_that_a_figure_shows_are_kept_where_clients_have_their_own(tmp_path: Path) -> None:
-    look = Look(layers=(1,), clients=(0, 1))
-    assert play_runs(wanted_runs(study("fedavg", "fedbn").cells(), [0]), place(tmp_path), unwatched, look=look)
+    asked, look = study("fedavg", "fedbn"), Look(layers=(1,), clients=(0, 1))
+    looks = {key_of(cell.config): look for cell in asked.cells()}
+    assert play_runs(wanted_runs(asked.cells(), [0]), place(tmp_path), unwatched, looks=looks)
     kept = {path.name: json.loads(path.read_text())["statistics"] for path in (tmp_path / "results").glob("*.json")}
     shared, own = (kept[name] for name in sorted(kept))
     assert shared == {}
@@ -137,8 +143,42 @@ def test_a_study_without_its_data_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_what_takes_too_long_is_not_begun(tmp_path: Path) -> None:
     said: list[str] = []
-    assert play_next([study("fedavg")], place(tmp_path), 0.01, unwatched, said.append) == 0
-    assert said == []
+    assert play_next([study("fedavg", "fixbn")], place(tmp_path), 0.01, unwatched, said.append) == 0
+    minutes = f"{seconds_of(study('fedavg').cells()[0].config, 1, on_gpu=False) / 60:.0f}"
+    assert said == [f"nothing that is missing is likely to end in time: the shortest takes about {minutes} minutes"]
+
+
+def test_a_run_that_diverges_is_named_and_leaves_the_others_alone(tmp_path: Path) -> None:
+    methods = {"fedavg": {"method": "fedavg", "set": {"train.lr": 1e30}}, "fixbn": "fixbn", "fedbn": "fedbn"}
+    asked = replace(study("fedavg", "fixbn", "fedbn"), recipe=StudyRecipe(RUN, methods, {}, Score()))
+    with pytest.raises(DivergedError, match=r"^fedavg seed 0: diverged in round 1, client "):
+        play_runs(wanted_runs(asked.cells(), [0]), place(tmp_path), unwatched)
+    assert sorted(name.split("-")[2] for name in digests(tmp_path)) == ["fedbn", "fixbn"]
+
+
+def test_what_ended_before_a_signal_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def stopped_in_the_second(cells: Sequence[Cell]) -> Iterator[OnRow]:
+        def tell(run: RunId, row: RoundRow) -> None:
+            if run == cells[1].id:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        yield tell
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # one after the other
+    with pytest.raises(Interrupted):
+        play_runs(wanted_runs(study("fedavg", "fixbn").cells(), [0]), place(tmp_path), stopped_in_the_second)
+    assert [name.split("-")[2] for name in digests(tmp_path)] == ["fedavg"]
+
+
+def test_runs_whose_data_are_not_here_are_passed_over_where_others_are(tmp_path: Path) -> None:
+    said: list[str] = []
+    here = replace(place(tmp_path), data_dir=str(tmp_path))
+    embedded, elsewhere = (updated(RunConfig(), {"data.name": name}) for name in ("fashion_mnist_small", "mnist"))
+    assert with_data([(elsewhere, 0), (embedded, 0)], here, said.append) == [(embedded, 0)]
+    assert said == ["mnist is not here: what needs it is passed over (`fednorm data info mnist` says how to get it)"]
+    assert with_data([(elsewhere, 0)], here, said.append) == [(elsewhere, 0)]  # to be refused
+    assert len(said) == 1
 
 
 def test_seeds_that_do_not_fit_together_are_played_one_by_one(tmp_path: Path) -> None:
@@ -159,11 +199,12 @@ def test_the_list_names_every_experiment(tmp_path: Path) -> None:
         "cells": 4,
         "cells_done": 0,
     }
+    data = {row["id"]: row["data"] for row in rows}
+    assert (data["fixbn.t1"], data["fixbn.partitions"]) == ("cifar10", "cifar10, tiny_imagenet")
 
 
 def test_the_queue_speaks_json(tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-    places = ("--results", tmp_path / "results", "--work", tmp_path / "work", "--data-dir", tmp_path / "none")
+    places = ("--results", tmp_path / "results", "--work", tmp_path / "work", "--data-dir", tmp_path)
     done = fednorm("reproduce", "--next", "--json", *places)
     assert done.json == {"played": 0, "results": str(tmp_path / "results")}
     assert "cifar10 is not here" in done.err
@@ -185,8 +226,19 @@ def test_a_quick_study_prints_its_table_and_says_what_it_is(tmp_path: Path) -> N
     assert "quick run: a small budget on embedded data, not the paper's setting" in done.out
     again = fednorm(*arguments, "--json").json  # played already
     assert again["quick"] is True
+    assert again["cells"][0]["difference"] is None
     assert again["cells"][0]["paper"] == {"mean": 76.56, "std": None}
     assert len(again["cells"][0]["runs"]) == 1
+
+
+@pytest.mark.slow
+def test_centralized_fixbn_bears_the_rate_of_its_quick_run(tmp_path: Path) -> None:
+    arguments = ["reproduce", "fixbn.fedtan", "--quick", "--methods", "centralized_fixbn", "--work", str(tmp_path)]
+    done = fednorm(*arguments)
+    assert done.code == 0, done.err
+    played = "fixbn.fedtan: 1 run to play, small_resnet on fashion_mnist_small; a quick run, not the paper's setting\n"
+    assert done.out.startswith(played)
+    assert "played: small_resnet on fashion_mnist_small; settings above name the paper's cells" in done.out
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fednorm.errors import ConfigError
-from fednorm.studies.beside import COLUMNS, sentences, table_rows
+from fednorm.studies.beside import COLUMNS, NUMBERS, sentences, table_rows
 from fednorm.studies.figures import draw, panel_rows
 from fednorm.studies.library import Library
-from fednorm.studies.measured import Measured, measured
-from fednorm.studies.queue import Standing, standing
+from fednorm.studies.measured import Measured, agreement, measured, ranking
+from fednorm.studies.queue import Standing, cell_label, standing
 from fednorm.studies.study import Study, all_studies
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PICTURES, RESULTS = ROOT / "docs" / "results.md", ROOT / "docs" / "img", ROOT / "studies" / "results"
+NAMED = 8
+"""Missing cells up to which they are named."""
 HEAD = """# Results
 
 This page is written by `make docs` from the files in `studies/results` alone: one file a run and seed, with its config,
@@ -31,6 +33,10 @@ sample standard deviation over the seeds. `best round` is the mean of each seed'
 test**, stands here only because a paper may have done so, and is no result. A table has the cells that have runs;
 a reading other than the main one is named in brackets behind its method.
 
+`beside the paper` in the list below: how many of our means lie within the paper's spread around the published ones, or
+within ours where it prints none, and how many pairs of methods that the paper tells apart rank here as they do there.
+For most figures papers print no digits, so there is nothing to compare; they are drawn all the same.
+
 In pictures a line is the mean over the seeds and the band behind it their range; whiskers are standard deviations, and
 are absent where there is one seed or a paper gives none. Dotted lines are what was published.
 
@@ -41,11 +47,11 @@ are absent where there is one seed or a paper gives none. Dotted lines are what 
 def page(folder: Path = RESULTS) -> str:
     """docs/results.md."""
     library, studies = Library(folder), all_studies()
-    parts = [HEAD, _overview([standing(study, library) for study in studies])]
+    parts = [HEAD, _overview([standing(study, library) for study in studies], library)]
     for study in studies:
         results = played(study, library)
         if results:
-            parts.append("\n".join(_section(study, results)))
+            parts.append("\n".join(_section(study, results, library)))
     return "\n".join(parts)
 
 
@@ -54,12 +60,27 @@ def played(study: Study, library: Library) -> list[Measured]:
     return [each for each in measured(study.cells(variants=True), library) if each.records]
 
 
-def _overview(standings: Sequence[Standing]) -> str:
+def _overview(standings: Sequence[Standing], library: Library) -> str:
     rows = [
-        f"| {_linked(each)} | {each.state} | {each.done} of {each.cells} | {each.study.recipe.about} |"
+        f"| {_linked(each)} | {each.state} | {each.done} of {each.cells} | {_verdict(each, library)} "
+        f"| {each.study.recipe.about} |"
         for each in standings
     ]
-    return "\n".join(["| study | state | cells | what it asks |", "|---|---|--:|---|", *rows, ""])
+    heading = ["| study | state | cells | beside the paper | what it asks |", "|---|---|--:|---|---|"]
+    return "\n".join([*heading, *rows, ""])
+
+
+def _verdict(each: Standing, library: Library) -> str:
+    """Whether our numbers are the paper's, as far as there are any."""
+    if not each.begun:
+        return ""
+    if not each.study.experiment.cells:
+        return "no digits printed"
+    results = measured(each.study.cells(), library)
+    means, order = agreement(results), ranking(results)
+    told = [f"means {len(means.within)} of {means.compared}"] if means.compared else []
+    told += [f"order {order.agree} of {order.pairs}"] if order.pairs else []
+    return ", ".join(told)
 
 
 def _linked(each: Standing) -> str:
@@ -68,22 +89,43 @@ def _linked(each: Standing) -> str:
     return f"[{id}](#{id.replace('.', '').lower()})" if each.begun else id
 
 
-def _section(study: Study, results: Sequence[Measured]) -> Iterator[str]:
+def _section(study: Study, results: Sequence[Measured], library: Library) -> Iterator[str]:
     yield f"## {study.id}\n"
     yield f"{study.recipe.about}\n"
     if drawable(study, results):
         yield f"![{study.id}](img/{picture_of(study).name})\n"
-    names = [f"{name} (chosen on test)" if name == "best round" else name for name in COLUMNS]
-    yield f"| {' | '.join(names)} |"
-    yield f"|{'|'.join('---' if name in ('method', 'setting') else '--:' for name in COLUMNS)}|"
-    yield from (f"| {' | '.join(row)} |" for row in table_rows(results, quick=False))
+    yield from _table(results)
     yield ""
     main = [each for each in results if not each.cell.variant]
     yield from (f"- {text}" for text in sentences(study, main, quick=False))
+    yield from (f"- open: {text}" for text in _open(study, library))
     shown = {each.cell.variant: study.recipe.variants[each.cell.variant] for each in results if each.cell.variant}
     yield from (f"- [{name}]: {variant['about']}" for name, variant in shown.items())
     yield from (f"- {text}" for text in _origins(study, results))
     yield ""
+
+
+def _table(results: Sequence[Measured]) -> Iterator[str]:
+    """The table, less the columns that have nothing to say in it."""
+    rows = table_rows(results, quick=False)
+    kept = [number for number in range(len(COLUMNS)) if any(row[number] not in ("", "-") for row in rows)]
+    names = [COLUMNS[number] for number in kept]
+    yield f"| {' | '.join(names).replace('best round', 'best round (chosen on test)')} |"
+    yield f"|{'|'.join('--:' if COLUMNS[number] in NUMBERS else '---' for number in kept)}|"
+    yield from (f"| {' | '.join(row[number] for number in kept)} |" for row in rows)
+
+
+def _open(study: Study, library: Library) -> Iterator[str]:
+    """Cells of the main reading that have no run, and those that lack seeds."""
+    of_cells = measured(study.cells(), library)
+    missing = [cell_label(each.cell) for each in of_cells if not each.records]
+    if missing:
+        yield ", ".join(missing) if len(missing) <= NAMED else f"{len(missing)} of {len(of_cells)} cells"
+    seeds = len(study.recipe.seeds)
+    begun = [(cell_label(each.cell), len(each.records)) for each in of_cells if each.records]
+    short = [f"{label} ({count} of {seeds} seeds)" for label, count in begun if count < seeds]
+    if short:
+        yield ", ".join(short)
 
 
 def picture_of(study: Study) -> Path:

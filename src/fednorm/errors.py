@@ -12,6 +12,8 @@ class FednormError(Exception):
     """Base of all errors that fednorm raises on purpose; `exit_code` is what the command line returns."""
 
     exit_code = 1
+    run: object = None
+    """which of several runs it ended, where that is known"""
 
 
 class ConfigError(FednormError):

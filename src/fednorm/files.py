@@ -67,9 +67,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             full = f" ({free_bytes(path)})" if error.errno == errno.ENOSPC else ""
-            raise DiskError(
-                f"'{path}' cannot be written: {error.strerror}{full}; free some space and resume"
-            ) from error
+            advice = "choose another place" if error.errno == errno.EROFS else "free some space and resume"
+            raise DiskError(f"'{path}' cannot be written: {error.strerror}{full}; {advice}") from error
         if error.errno in _NO_PLACE:
             raise ConfigError(f"'{path}' cannot be written: {error.strerror}; choose another place") from None
         raise

@@ -16,6 +16,7 @@ from fednorm.models.registry import MODELS
 from fednorm.running.config import DataConfig, RunConfig, flat
 from fednorm.running.plan import build_federation, make_plan
 from fednorm.scoring.probes import find_probes
+from fednorm.studies.client_statistics import Look, looks_of
 from fednorm.studies.estimate import seconds_of
 from fednorm.studies.library import key_of
 from fednorm.studies.published import experiments
@@ -170,6 +171,36 @@ def test_studies_share_their_runs() -> None:
     assert key("fixbn.batchsize", "fixbn", batch_size="20") == key("fixbn.f1", "fixbn")
     assert key("fedwon.f6", "fedwon") == key("fedwon.t6", "fedwon", partition="dirichlet_0.5")
     assert key("fedbs.cifar10.local", "fedbs") == key("fedbs.cifar10.unbalanced", "fedbs")
+    # The paper names one rate for Tiny-ImageNet, so with one step a round all its studies have that.
+    tiny = {"local_steps": "1", "dataset": "tiny_imagenet"}
+    shared = key("fixbn.grid.tiny", "fedavg_bn", local_steps="1", partition="shards", budget="epochs")
+    assert key("fixbn.local_steps_curves", "fedavg_bn", **tiny) == shared
+    assert key("fixbn.momentum", "fedavg_bn", momentum="reset", **tiny) == shared
+
+
+def test_whichever_study_plays_a_run_keeps_what_another_draws() -> None:
+    looks = looks_of(all_studies())
+    drawn = Look(layers=(4, 5), clients=(0, 1))
+    assert looks[key_of(cell("fedwon.t1.digits", "fedbn", domain="average").config)] == drawn
+    quick = find_study("fedwon.t1.digits").cells(quick=True, methods=["fedbn"])
+    assert looks[key_of(quick[0].config)] == drawn
+    assert key_of(cell("fedwon.t1.digits", "silobn", domain="average").config) not in looks
+
+
+def test_a_reading_of_one_backbone_is_no_reading_of_the_other() -> None:
+    other = [each for each in find_study("fixbn.t3").cells(variants=True) if each.variant]
+    assert {(each.setting["backbone"], each.config.model) for each in other} == {
+        ("resnet50", "deeplabv3plus(backbone=resnet18)")
+    }
+    assert len(other) == 3
+
+
+def test_a_reading_that_changes_nothing_is_no_second_run() -> None:
+    clipped = [each.method for each in find_study("fedwon.t2").cells(variants=True) if each.variant]
+    assert set(clipped) == {"fedwon"}
+    more = [each for each in find_study("fixbn.more_clients").cells(variants=True) if each.variant]
+    assert "5" not in {each.setting["clients"] for each in more}
+    assert {each.config.rounds for each in more} == {640}
 
 
 def test_at_500_steps_both_budgets_are_the_same_run() -> None:

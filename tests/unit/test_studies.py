@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fednorm.errors import CheckpointError, ConfigError
-from fednorm.running.config import RunConfig, updated
-from fednorm.studies.beside import precision_text, ranking_text, sentences, table_rows, to_json
+from fednorm.running.config import RunConfig, to_dict, updated
+from fednorm.studies.beside import agreement_text, precision_text, ranking_text, sentences, table_rows, to_json
 from fednorm.studies.library import Library, Record, key_of, make_record
-from fednorm.studies.measured import Measured, measured, ranking
+from fednorm.studies.measured import Measured, agreement, measured, ranking
 from fednorm.studies.published import Experiment, PublishedCell, experiments, find_experiment
 from fednorm.studies.queue import missing_jobs, standing
 from fednorm.studies.recipes import Score, StudyRecipe
@@ -204,7 +204,36 @@ def test_a_quick_run_is_said_to_be_one_and_not_set_against_the_paper() -> None:
     assert table_rows(found, quick=True) == [["fixbn", "", "76.0 ± 0.5", "70.0", "-", "70.0", "1"]]
     assert table_rows(found, quick=False)[0][4] == "-6.0"
     assert next(sentences(study, found, quick=True)).startswith("quick run")
-    assert json.loads(json.dumps(to_json(study, found, quick=True)))["quick"] is True
+    told = json.loads(json.dumps(to_json(study, found, quick=True)))
+    assert told["quick"] is True
+    assert (told["cells"][0]["difference"], told["ranking"]) == (None, None)
+    assert not [text for text in told["notes"] if text.startswith(("order of methods", "means"))]
+    assert "played: small_resnet on fashion_mnist_small; settings above name" in told["notes"][1]
+    full = to_json(study, found, quick=False)
+    assert full["cells"][0]["difference"] == -6.0
+    assert full["ranking"] == {"agree": 0, "pairs": 0, "differ": []}
+
+
+def test_a_mean_agrees_within_the_papers_spread_or_ours_where_it_has_none() -> None:
+    cells = [cell("fixbn", 76.0, 0.5), cell("fedavg", 54.0, 4.0), cell("fedbn", 57.0), cell("silobn", 57.0)]
+    played = results((cells[0], 75.0), (cells[1], 51.0), (cells[2], 57.0))
+    varied = Measured(cells[3], tuple(record(cells[3].config, score, seed=at) for at, score in enumerate((55.0, 58.0))))
+    found = agreement([*played, varied])
+    # FixBN is 1 off where the paper has 0.5; one seed of FedBN tells of no spread; SiloBN is 0.5 off with one of 2.1.
+    assert [each.cell.method for each in found.within] == ["fedavg", "silobn"]
+    assert [each.cell.method for each in found.beyond] == ["fixbn"]
+    (text,) = agreement_text(found)
+    assert text == (
+        "means: 2 of 3 within the paper's spread, or within ours where it prints none; beyond it fixbn (-1.0)"
+    )
+    assert list(agreement_text(agreement([]))) == []
+
+
+def test_where_a_paper_prints_no_digits_nothing_is_compared() -> None:
+    unpublished = replace(cell("fixbn", 1.0), published=None)
+    told = list(sentences(Study(experiment(methods=("fixbn",)), recipe()), results((unpublished, 70.0)), quick=False))
+    assert told[0] == "no digits were published for this: there is nothing to set ours against"
+    assert not [text for text in told if text.startswith(("order of methods", "means"))]
 
 
 def test_a_study_is_open_partly_done_or_done(tmp_path: Path) -> None:
@@ -230,10 +259,20 @@ def test_a_study_is_open_partly_done_or_done(tmp_path: Path) -> None:
     assert standing(study, library).state == "done"
 
 
+OF_ANOTHER_RUN = "its key is not that of its config, so it would stand for another run"
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
         ({"run": 5}, "TypeError: 'int' object is not subscriptable"),
+        ({"key": "0" * 12}, f"ValueError: {OF_ANOTHER_RUN}"),
+        ({"config": {"rounds": 9}}, "KeyError: 'data'"),
+        ({"config": {**to_dict(RunConfig()), "rounds": 9}}, f"ValueError: {OF_ANOTHER_RUN}"),
+        (
+            {"config": {**to_dict(RunConfig()), "rouns": 9}},
+            "ConfigError: config field 'rouns' is not known; did you mean 'rounds'?",
+        ),
         ({"run": {}}, "KeyError: 'metric'"),
         ({"key": []}, "TypeError: key is list"),
         ({"environment": None}, "TypeError: environment is NoneType"),

@@ -126,6 +126,31 @@ def test_heat_maps_are_by_two_axes() -> None:
     assert axis.images[0].get_array()[0, 0] == 61.0
 
 
+@pytest.mark.parametrize("id", ["fixbn.f1", "fixbn.fedtan", "fixbn.norms", "fixbn.tI", "fixbn.curves", "fedwon.t6"])
+def test_a_legend_lies_inside_its_picture(id: str) -> None:
+    study = find_study(id)
+    figure = make_figure(study, measured(study, study.cells(quick=True)), quick=True)
+    figure.canvas.draw()
+    for legend in figure.legends:
+        box = legend.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+
+
+def test_a_place_in_a_heat_map_means_the_same_in_all_of_them() -> None:
+    study = find_study("fixbn.grid.tiny")
+    asked = {("fedavg_bn", "20", "iid"), ("fedavg_bn", "1", "shards"), ("fedavg_gn", "20", "iid")}
+    cells = [
+        cell
+        for cell in study.cells()
+        if cell.setting["budget"] == "epochs"
+        and (cell.method, cell.setting["local_steps"], cell.setting["partition"]) in asked
+    ]
+    for axis in filled(study, "heatmap", measured(study, cells)).values():
+        assert [text.get_text() for text in axis.get_xticklabels()] == ["1", "20"]
+        assert [text.get_text() for text in axis.get_yticklabels()] == ["iid", "shards"]
+        assert axis.images[0].get_array().shape == (2, 2)
+
+
 def test_scores_along_an_axis_need_two_places() -> None:
     study = find_study("fixbn.dynamics")
     axes = filled(study, "by_axis")
@@ -205,7 +230,8 @@ def test_what_cannot_be_drawn_is_told() -> None:
     assert str(caught.value) == "fixbn.tI has no run yet to draw; play it with: fednorm reproduce fixbn.tI"
     statistics = find_study("fedwon.f2")
     text = picture_text(statistics, measured(statistics), Path("unused"), quick=False)
-    assert text == "no picture: fedwon.f2 shows statistics of single clients, which none of its runs kept; play it anew"
+    why = "fedwon.f2 shows statistics of single clients, which none of its runs kept"
+    assert text == f"no picture: {why}; move their files elsewhere and play it anew"
 
 
 def test_statistics_of_two_clients_are_drawn_channel_by_channel() -> None:
@@ -248,10 +274,16 @@ def test_the_page_has_what_the_files_hold(tool: ModuleType, tmp_path: Path) -> N
             for seed, final in enumerate((80.0, 84.0)):
                 library.save(record(cell, seed, final))
     page = tool.page(tmp_path)
-    assert "| [fixbn.t1](#fixbnt1) | partly | 0 of 4 |" in page
-    assert "| fixbn.norms | open | 0 of 7 |" in page
-    assert "| fedavg_gn |  | 87.4 ± 1.2 | 82.0 ± 2.8 | -5.4 | 82.0 ± 2.8 | 2 |" in page
-    assert "| fedavg_gn [lr_0_02] |  | 87.4 ± 1.2 | 82.0 ± 2.8 | -5.4 | 82.0 ± 2.8 | 2 |" in page
+    assert "| [fixbn.t1](#fixbnt1) | partly | 0 of 4 | means 0 of 1 |" in page
+    assert "| [fixbn.f1](#fixbnf1) | partly | 0 of 6 | no digits printed |" in page
+    assert "| fixbn.norms | open | 0 of 7 |  |" in page
+    assert "| method | paper | ours | difference | best round (chosen on test) | seeds |" in page
+    assert "| fedavg_gn | 87.4 ± 1.2 | 82.0 ± 2.8 | -5.4 | 82.0 ± 2.8 | 2 |" in page
+    assert "\n| method | ours | best round (chosen on test) | seeds |\n" in page  # where no digits were published
+    assert "- open: centralized_gn, centralized_bn, fedavg_bn\n- open: fedavg_gn (2 of 3 seeds)\n" in page
+    assert "beyond it fedavg_gn (-5.4)" in page
+    assert "- open: 299 of 300 cells\n" in page
+    assert "| fedavg_gn [lr_0_02] | 87.4 ± 1.2 | 82.0 ± 2.8 | -5.4 | 82.0 ± 2.8 | 2 |" in page
     assert "best round (chosen on test)" in page
     assert "- [lr_0_02]: the smaller learning rate that the paper names" in page
     assert "- command: `fednorm reproduce fixbn.t1`; played by `fednorm reproduce --next`" in page

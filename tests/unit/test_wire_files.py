@@ -84,7 +84,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, text: str) ->
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_a_disk_that_fails_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
@@ -98,7 +98,8 @@ def test_a_disk_that_fails_leaves_the_old_file(
         with pytest.raises(DiskError) as refusal:
             save(path, {}, {})
     free = r" \([\d,]+ bytes are free\)" if number == errno.ENOSPC else ""
-    text = re.escape(f"'{path}' cannot be written: {os.strerror(number)}") + free + "; free some space and resume"
+    advice = "choose another place" if number == errno.EROFS else "free some space and resume"
+    text = re.escape(f"'{path}' cannot be written: {os.strerror(number)}") + free + f"; {advice}"
     assert re.fullmatch(text, str(refusal.value))
     assert load(path)[0] == HEADER
     assert os.listdir(tmp_path) == ["state"]

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from fednorm.cli.flags import Json, Quiet, option
 from fednorm.cli.output import Stopped, echo, print_json, print_table, progress_stream, say
 from fednorm.cli.settings import read_seeds
-from fednorm.errors import ConfigError
+from fednorm.errors import ConfigError, DivergedError
 
 if TYPE_CHECKING:
     from fednorm.running.config import RunConfig
@@ -118,7 +118,7 @@ def reproduce(
         _play_next(place, 25.0 if minutes is None else minutes, quiet, json)
     else:
         from fednorm.studies.measured import measured
-        from fednorm.studies.study import find_study
+        from fednorm.studies.study import all_studies, find_study
 
         study = find_study(str(id))
         of_seeds = (0,) if quick else study.recipe.seeds
@@ -126,13 +126,20 @@ def reproduce(
         named = [] if methods is None else methods.replace(" ", "").split(",")
         cells = study.cells(quick=quick, methods=named, variants=variants)
         if not show:
-            from fednorm.studies.client_statistics import look_of
+            from fednorm.studies.client_statistics import looks_of
             from fednorm.studies.playing import play_runs, wanted_runs
+            from fednorm.studies.queue import with_data
 
             runs = [run for run in wanted_runs(cells, chosen_seeds) if not place.has(*run)]
+            runs = with_data(runs, place, lambda text: echo(text, file=sys.stderr))
+            _say_what_is_played(study, runs, quick, progress_stream(quiet, json))
             _warn_of_time(study, place, runs, quick)
-            with _stops():
-                play_runs(runs, place, _watched(quiet, json), look=look_of(study.recipe))
+            try:
+                with _stops():
+                    play_runs(runs, place, _watched(quiet, json), looks=looks_of(all_studies()))
+            except DivergedError:  # of one run, which is no reason to keep the others' numbers back
+                _print_study(study, measured(cells, place.library, chosen_seeds), quick, json, work)
+                raise
         _print_study(study, measured(cells, place.library, chosen_seeds), quick, json, work)
 
 
@@ -144,12 +151,11 @@ def _refuse_for(what: str, given: Mapping[str, object]) -> None:
 
 
 def _print_list(place: Place, json: bool) -> None:
-    from fednorm.data.verify import describe_dataset
-    from fednorm.studies.queue import standing
+    from fednorm.studies.queue import is_here, standing
     from fednorm.studies.study import all_studies
 
     found = [standing(study, place.library) for study in all_studies()]
-    here = {name: describe_dataset(name, place.data_dir)["here"] for name in {each.study.data for each in found}}
+    here = {name: is_here(name, place.data_dir) for name in {name for each in found for name in each.study.data}}
     rows = [
         {
             "id": each.study.id,
@@ -158,8 +164,8 @@ def _print_list(place: Place, json: bool) -> None:
             "cells_done": each.done,
             "where": each.study.experiment.where,
             "about": each.study.recipe.about,
-            "data": each.study.data,
-            "data_here": here[each.study.data],
+            "data": ", ".join(each.study.data),
+            "data_here": all(here[name] for name in each.study.data),
         }
         for each in found
     ]
@@ -173,16 +179,17 @@ def _print_list(place: Place, json: bool) -> None:
                 row["id"],
                 row["state"],
                 f"{row['cells_done']}/{row['cells']}",
-                row["data"] + ("" if row["data_here"] else " (not here)"),
+                ", ".join(name + ("" if here[name] else " (not here)") for name in each.study.data),
                 row["about"],
             ]
-            for row in rows
+            for row, each in zip(rows, found, strict=True)
         ],
         numbers=["cells"],
         spare=["data"],
     )
     echo()
     say("in the order in which `fednorm reproduce --next` plays them; `fednorm reproduce ID --quick` needs no data")
+    say(f"states are those of the results in {place.library.folder}")
 
 
 def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
@@ -199,6 +206,14 @@ def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
         echo(f"{played} runs played; results in {place.library.folder}")
 
 
+def _say_what_is_played(study: Study, runs: list[tuple[RunConfig, int]], quick: bool, stream: TextIO | None) -> None:
+    if runs and stream is not None:
+        what = ", ".join(dict.fromkeys(f"{config.model} on {config.data.name}" for config, _ in runs))
+        label = "; a quick run, not the paper's setting" if quick else ""
+        count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+        echo(f"{study.id}: {count} to play, {what}{label}", stream, flush=True)
+
+
 def _warn_of_time(study: Study, place: Place, runs: list[tuple[RunConfig, int]], quick: bool) -> None:
     """Say so where a GPU's work is about to be done without one: a step of the first run is timed."""
     if runs and not place.on_gpu and not quick:
@@ -210,8 +225,7 @@ def _warn_of_time(study: Study, place: Place, runs: list[tuple[RunConfig, int]],
         supposed = [seconds_of(config, 1, on_gpu=False) for config, _ in runs]
         measured = estimate(place.cell(place.settled(*runs[0])).plan())["seconds"]
         seconds = sum(supposed) * measured / supposed[0] / usable_jobs(len(runs))
-        text = f"{study.id}: {len(runs)} runs, about {duration(seconds)} without a GPU; a small version: --quick"
-        echo(text, file=sys.stderr)
+        echo(f"{study.id}: about {duration(seconds)} without a GPU; a small version: --quick", file=sys.stderr)
 
 
 def _watched(quiet: bool, json: bool) -> Watched:

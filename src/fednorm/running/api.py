@@ -184,8 +184,10 @@ def play_all(playables: Sequence[Playable]) -> list[RunResult]:
     summaries = [_finish(run, runs[run].folder, ranks) for run in ended]
     if signalled:
         raise Interrupted(signalled)
-    for error in (errors[run] for run in runs if run in errors):
-        raise error
+    for run in runs:
+        if run in errors:
+            errors[run].run = RunId(run.plan.name, run.plan.config.seed)
+            raise errors[run]
     return summaries
 
 

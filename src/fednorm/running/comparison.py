@@ -21,7 +21,7 @@ from fednorm.core.task import AnyTask
 from fednorm.data.federation import Federation
 from fednorm.data.given import Examples
 from fednorm.engines.machine import find_device, refuse_ranks
-from fednorm.errors import ConfigError
+from fednorm.errors import ConfigError, FednormError
 from fednorm.running.api import described
 from fednorm.running.cells import Cell, cells_in, packs, play_cells
 from fednorm.running.config import RunConfig, updated
@@ -148,12 +148,20 @@ def play_comparison(folder: RunFolder, cells: Sequence[Cell], *, jobs: int, on_r
 
 
 def play_pending(pending: Sequence[Cell], jobs: int, on_row: OnRow | None) -> None:
-    """Play runs to their end: in processes, or here, those that share a stack together."""
-    if jobs > 1 and len(pending) > 1:
-        play_in_processes(pending, jobs, on_row)
-        return
-    for together in packs(pending):
-        play_cells(together, on_row)
+    """Play runs to their end: in processes, or here, those that share a stack together.
+
+    An error says which of them it ended.
+    """
+    try:
+        if jobs > 1 and len(pending) > 1:
+            play_in_processes(pending, jobs, on_row)
+            return
+        for together in packs(pending):
+            play_cells(together, on_row)
+    except FednormError as error:
+        if error.run is not None and len(pending) > 1:
+            error.args = (f"{error.run}: {error}", *error.args[1:])
+        raise
 
 
 def _distinct(values: Sequence[Any], what: str) -> list[Any]:

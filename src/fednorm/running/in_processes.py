@@ -115,6 +115,7 @@ def play_in_processes(pending: Sequence[Cell], jobs: int, on_row: OnRow | None) 
                 working[process], told[process] = cell, heard
             for run, news in _news(told):
                 if isinstance(news, FednormError):
+                    news.run = run
                     failure = failure or news
                 elif on_row and not enough[run].is_set():
                     _tell(on_row, run, news, enough[run])

@@ -7,7 +7,7 @@ from typing import Any
 
 from fednorm.running.results import Spread
 from fednorm.studies.library import Record
-from fednorm.studies.measured import Measured, Ranking, curve_of, final_of, ranking
+from fednorm.studies.measured import Agreement, Measured, Ranking, agreement, curve_of, final_of, ranking
 from fednorm.studies.published import PublishedCell, method_label
 from fednorm.studies.study import Study
 
@@ -23,7 +23,7 @@ def table_rows(results: Sequence[Measured], quick: bool) -> list[list[str]]:
     """One row a cell; a quick run is not set against the paper."""
     return [
         [
-            f"{each.cell.method}" + (f" [{each.cell.variant}]" if each.cell.variant else ""),
+            _reading(each),
             setting_text(each.cell.setting),
             published_text(each.cell.published),
             _text(each.ours),
@@ -59,7 +59,12 @@ def sentences(study: Study, results: Sequence[Measured], quick: bool) -> Iterato
     """What is to be said below the table."""
     if quick:
         yield QUICK
-    yield ranking_text(ranking(results))
+        yield stand_in_text(results)
+    elif any(each.cell.published for each in results):
+        yield from agreement_text(agreement(results))
+        yield ranking_text(ranking(results))
+    else:
+        yield "no digits were published for this: there is nothing to set ours against"
     missing = sum(not each.records for each in results)
     if missing:
         yield f"{missing} of {len(results)} cells have no run yet"
@@ -81,12 +86,38 @@ def sentences(study: Study, results: Sequence[Measured], quick: bool) -> Iterato
         yield f"not stated in the paper: {'; '.join(study.experiment.inferred)}"
 
 
+def stand_in_text(results: Sequence[Measured]) -> str:
+    """What a quick run really plays, since methods and settings go by the paper's names."""
+    played = {f"{each.cell.config.model} on {each.cell.config.data.name}" for each in results}
+    return f"played: {', '.join(sorted(played))}; settings above name the paper's cells, not what stands in for them"
+
+
+def agreement_text(found: Agreement) -> Iterator[str]:
+    """How many means agree with the paper's, and which do not, in a line; nothing where no spread is known."""
+    if found.compared:
+        told = [f"{_named(each, each.cell.describing)} ({each.difference:+.1f})" for each in found.beyond[:_SHOWN]]
+        told += [f"{len(found.beyond) - _SHOWN} more"] if len(found.beyond) > _SHOWN else []
+        reach = "within the paper's spread, or within ours where it prints none"
+        beyond = f"; beyond it {'; '.join(told)}" if told else ""
+        yield f"means: {len(found.within)} of {found.compared} {reach}{beyond}"
+
+
+def _named(each: Measured, without: frozenset[str] = frozenset()) -> str:
+    """A cell in a line, less the keys of its setting that are not asked for."""
+    setting = setting_text({key: value for key, value in each.cell.setting.items() if key not in without})
+    return f"{_reading(each)}{', ' if setting else ''}{setting}"
+
+
+def _reading(each: Measured) -> str:
+    """A method, and in brackets which other reading of the paper it is."""
+    return each.cell.method + (f" [{each.cell.variant}]" if each.cell.variant else "")
+
+
 def precision_text(shown: Measured, other: Record) -> str:
     """The same seed in two precisions, in a line."""
     same = [record for record in shown.records if record.seed == other.seed]
     pair = [f"{record.precision} {final_of(record, shown.cell):.1f}" for record in (*same, other)]
-    setting = setting_text(shown.cell.setting)
-    return f"{shown.cell.method}{', ' if setting else ''}{setting}, seed {other.seed}: {', '.join(pair)}"
+    return f"{_named(shown)}, seed {other.seed}: {', '.join(pair)}"
 
 
 def ranking_text(found: Ranking) -> str:
@@ -105,19 +136,19 @@ def ranking_text(found: Ranking) -> str:
 
 
 def to_json(study: Study, results: Sequence[Measured], quick: bool) -> dict[str, Any]:
-    """The table as JSON values, with every seed."""
+    """The table as JSON values, with every seed; a quick run is not set against the paper."""
     found = ranking(results)
     return {
         "id": study.id,
         "where": study.experiment.where,
         "quick": quick,
-        "cells": [_cell_json(each) for each in results],
-        "ranking": {"agree": found.agree, "pairs": found.pairs, "differ": list(found.differ)},
+        "cells": [_cell_json(each, quick) for each in results],
+        "ranking": None if quick else {"agree": found.agree, "pairs": found.pairs, "differ": list(found.differ)},
         "notes": list(sentences(study, results, quick)),
     }
 
 
-def _cell_json(each: Measured) -> dict[str, Any]:
+def _cell_json(each: Measured, quick: bool) -> dict[str, Any]:
     cell, ours, peak = each.cell, each.ours, each.peak
     return {
         "method": cell.method,
@@ -127,7 +158,7 @@ def _cell_json(each: Measured) -> dict[str, Any]:
         "variant": cell.variant,
         "paper": None if cell.published is None else {"mean": cell.published.mean, "std": cell.published.std},
         "ours": None if ours is None else {"mean": ours.mean, "std": ours.std, "n": ours.count},
-        "difference": each.difference,
+        "difference": None if quick else each.difference,
         "chosen_on_test": None if peak is None else {"mean": peak.mean, "std": peak.std, "n": peak.count},
         "runs": [
             {

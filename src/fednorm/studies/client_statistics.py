@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,9 @@ from fednorm.core.state import Kind
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store
 from fednorm.running.trained import model_of
+from fednorm.studies.library import key_of
 from fednorm.studies.recipes import StudyRecipe
+from fednorm.studies.study import Study
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,20 @@ def look_of(recipe: StudyRecipe) -> Look | None:
     """What the figure of a recipe shows, if it shows statistics."""
     figure = recipe.figure
     return Look(tuple(figure["layers"]), tuple(figure["clients"])) if figure.get("kind") == "statistics" else None
+
+
+def looks_of(studies: Iterable[Study]) -> dict[str, Look]:
+    """By the key of a run, what a figure shows of it.
+
+    Studies share runs: whichever of them plays one keeps what the others draw.
+    """
+    found: dict[str, Look] = {}
+    for study in studies:
+        look = look_of(study.recipe)
+        if look is not None:
+            cells = (*study.cells(variants=True), *study.cells(quick=True, variants=True))
+            found |= {key_of(cell.config): look for cell in cells}
+    return found
 
 
 def client_statistics(plan: Plan, store: Store, look: Look) -> dict[str, Any]:

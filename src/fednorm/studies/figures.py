@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,16 @@ def make_figure(study: Study, results: Sequence[Measured], *, quick: bool = Fals
     legends = [axis.get_legend_handles_labels() for axis in figure.axes]
     named = {label: handle for handles, labels in legends for handle, label in zip(handles, labels, strict=True)}
     if named:
-        place, columns = "outside lower center", 2 * max(wide, 2)
-        figure.legend(list(named.values()), list(named), loc=place, ncols=columns, frameon=False, fontsize=8)
+        columns = min(2 * max(wide, 2), max(1, int(figure.get_figwidth() / _entry_width(named))))
+        figure.legend(
+            list(named.values()), list(named), loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+        )
     return figure
+
+
+def _entry_width(labels: Iterable[str]) -> float:
+    """Inches that a column of a legend takes: its longest label in 8 points, with a line before it."""
+    return 0.6 + 0.067 * max(map(len, labels))
 
 
 def picture_text(study: Study, results: Sequence[Measured], folder: Path, *, quick: bool) -> str:

@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from fednorm.errors import CheckpointError, first_line
+from fednorm.errors import CheckpointError, ConfigError, first_line
 from fednorm.files import disk_errors, read_json, safe_name, write_json
-from fednorm.running.config import RunConfig, flat, to_dict
+from fednorm.running.config import RunConfig, flat, from_dict, to_dict
 from fednorm.running.probe_curves import probe_curve, probe_variance
 from fednorm.running.records import RoundRow, RunResult, as_it_was, as_written
 
@@ -136,7 +136,7 @@ def _read_record(path: Path) -> Record:
         del stored["version"]
         record = Record(**as_it_was(stored))
         _refuse_unusable(record)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, ConfigError, LookupError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"'{path}' is no result of a study, or is damaged ({why}); {_ANEW}") from None
     return record
@@ -157,6 +157,8 @@ def _refuse_unusable(record: Record) -> None:
     for name, (value, kind) in found.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name} is {type(value).__name__}")
+    if key_of(from_dict(record.config)) != record.key:
+        raise ValueError("its key is not that of its config, so it would stand for another run")
     if record.precision not in PRECISIONS:
         raise ValueError(f"precision '{record.precision}' is not known")
     if not run["final"] or len(record.train_loss["round"]) != len(record.train_loss["loss"]):

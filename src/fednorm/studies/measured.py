@@ -90,6 +90,35 @@ class Ranking:
         return self.agree + len(self.differ)
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """Which of our means lie within the paper's spread around the published ones; within ours where it has none.
+
+    Ours does not widen the paper's: a method that varies much here would agree with anything. Cells for which nobody
+    knows a spread are in neither list.
+    """
+
+    within: tuple[Measured, ...]
+    beyond: tuple[Measured, ...]
+
+    @property
+    def compared(self) -> int:
+        return len(self.within) + len(self.beyond)
+
+
+def agreement(results: Sequence[Measured]) -> Agreement:
+    """Set every mean of ours beside the published one."""
+    within, beyond = list[Measured](), list[Measured]()
+    for each in results:
+        difference, ours, published = each.difference, each.ours, each.cell.published
+        if difference is None or ours is None or published is None:
+            continue
+        reach = published.std if published.std is not None else ours.std if ours.count > 1 else None
+        if reach is not None:
+            (within if abs(difference) <= reach else beyond).append(each)
+    return Agreement(tuple(within), tuple(beyond))
+
+
 def ranking(results: Sequence[Measured]) -> Ranking:
     """Compare every pair of methods under the same setting.
 

@@ -112,16 +112,25 @@ def _bars(axis: Axes, results: Sequence[Measured]) -> None:
 
 
 def heat_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
-    """The mean score over two axes, a map for each method and each value of the other axes."""
+    """The mean score over two axes, a map for each method and each value of the other axes.
+
+    All maps have the values that any of them has, so that a place means the same in each.
+    """
     x, y = study.recipe.figure["x"], study.recipe.figure["y"]
     scores = [each.ours.mean for each in results if each.ours]
     limits = (min(scores), max(scores))
     groups = _grouped(results, lambda cell: _joined(cell.method, _setting(cell, frozenset({x, y}))))
-    axes = study.recipe.axes
+    columns, rows = ((key, _present(study, results, key)) for key in (x, y))
     return [
-        Panel(title, lambda axis, some=some: _heat(axis, some, (x, list(axes[x])), (y, list(axes[y])), limits), False)
+        Panel(title, lambda axis, some=some: _heat(axis, some, columns, rows, limits), False)
         for title, some in groups.items()
     ]
+
+
+def _present(study: Study, results: Sequence[Measured], axis: str) -> list[str]:
+    """The values of an axis that results have, in the recipe's order."""
+    found = {str(each.cell.setting[axis]) for each in results}
+    return [value for value in study.recipe.axes[axis] if value in found]
 
 
 def _heat(
@@ -131,8 +140,8 @@ def _heat(
     y: tuple[str, list[str]],
     limits: tuple[float, float],
 ) -> None:
-    at = {(str(e.cell.setting[x[0]]), str(e.cell.setting[y[0]])): e.ours.mean for e in results if e.ours}
-    columns, rows = ([v for v in values if any(v == key[i] for key in at)] for i, (_, values) in enumerate((x, y)))
+    (across, columns), (down, rows) = x, y
+    at = {(str(e.cell.setting[across]), str(e.cell.setting[down])): e.ours.mean for e in results if e.ours}
     grid = [[at.get((column, row), float("nan")) for column in columns] for row in rows]
     axis.imshow(grid, cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
     middle = sum(limits) / 2
@@ -141,8 +150,8 @@ def _heat(
         axis.text(*place, f"{score:.0f}", ha="center", va="center", color="white" if score < middle else "black")
     axis.set_xticks(range(len(columns)), columns)
     axis.set_yticks(range(len(rows)), rows)
-    axis.set_xlabel(_spoken(x[0]))
-    axis.set_ylabel(_spoken(y[0]))
+    axis.set_xlabel(_spoken(across))
+    axis.set_ylabel(_spoken(down))
 
 
 def axis_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
@@ -219,7 +228,8 @@ def statistic_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
     """Channel by channel, the running statistics of some clients of the first seed, where they have their own."""
     kept = [(each.cell.method, each.records[0]) for each in results if each.records[0].statistics]
     if not kept:
-        raise ConfigError(f"{study.id} shows statistics of single clients, which none of its runs kept; play it anew")
+        why = f"{study.id} shows statistics of single clients, which none of its runs kept"
+        raise ConfigError(f"{why}; move their files elsewhere and play it anew")
     return [
         Panel(f"{method}, norm {layer}, {part}", lambda axis, v=values, r=record: _channels(axis, study, r, v), False)
         for method, record in kept

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fednorm.data.federation import Federation
 from fednorm.engines.machine import find_device
+from fednorm.errors import DivergedError
 from fednorm.files import read_json
 from fednorm.running.cells import Cell, grouped
 from fednorm.running.comparison import play_pending, usable_jobs
@@ -82,13 +83,14 @@ def play_runs(
     place: Place,
     watched: Watched,
     deadline: float = float("inf"),
-    look: Look | None = None,
+    looks: Mapping[str, Look] | None = None,
 ) -> bool:
     """Play the runs that were not played before; whether all came to their end before the deadline.
 
     A run that did not is kept in its folder and goes on from there the next time. One on a clock that ended is in the
-    library alone.
+    library alone. One that diverged is told of when all others were played: it says nothing about them.
     """
+    diverged: list[DivergedError] = []
     missing = [place.settled(config, seed) for config, seed in runs if not place.has(config, seed)]
     for together in _batches([place.cell(config) for config in missing]):
         for cell in {cell.id.method: cell for cell in reversed(together)}.values():
@@ -96,19 +98,37 @@ def play_runs(
         place.library.make_ready()
         for cell in together:
             cell.begin()
-        pending = [cell for cell in together if not cell.is_done]
-        if pending:
-            with watched(pending) as tell:
-                play_pending(pending, 1 if place.on_gpu else usable_jobs(len(pending)), _until(deadline, tell))
-        done = [cell for cell in together if cell.is_done]
-        for cell in done:
-            place.library.save(_kept(cell, look))
-            if names_strategy(cell.config.method):
-                # Its checkpoint holds a model for every client under way: a few runs of this kind would fill a disk.
-                shutil.rmtree(cell.folder.path)
-        if len(done) < len(together):
+        pending, failed = [cell for cell in together if not cell.is_done], list[DivergedError]()
+        try:
+            if pending:
+                with watched(pending) as tell:
+                    failed = _play(pending, place.on_gpu, _until(deadline, tell))
+        finally:  # what ended before a signal came is a result too
+            done = [cell for cell in together if cell.is_done]
+            for cell in done:
+                _keep(cell, place.library, (looks or {}).get(key_of(cell.config)))
+        if len(done) + len(failed) < len(together):
             return False
+        diverged += failed
+    if diverged:
+        raise diverged[0]
     return True
+
+
+def _play(pending: Sequence[Cell], on_gpu: bool, tell: OnRow) -> list[DivergedError]:
+    """Play runs until each has ended, was stopped or diverged."""
+    diverged: list[DivergedError] = []
+    while pending:
+        try:
+            play_pending(pending, 1 if on_gpu else usable_jobs(len(pending)), tell)
+            break
+        except DivergedError as error:
+            left = [cell for cell in pending if cell.id != error.run]
+            if len(left) == len(pending):
+                raise
+            diverged.append(error)
+            pending = [cell for cell in left if not cell.is_done]
+    return diverged
 
 
 def _batches(cells: Iterable[Cell]) -> list[list[Cell]]:
@@ -129,6 +149,14 @@ def _until(deadline: float, tell: OnRow) -> OnRow:
             raise Stop
 
     return watch
+
+
+def _keep(cell: Cell, library: Library, look: Look | None) -> None:
+    """Put a run that ended into the library."""
+    library.save(_kept(cell, look))
+    if names_strategy(cell.config.method):
+        # Its checkpoint holds a model for every client under way: a few runs of this kind would fill a disk.
+        shutil.rmtree(cell.folder.path)
 
 
 def _kept(cell: Cell, look: Look | None) -> Record:

@@ -10,7 +10,7 @@ from functools import cache
 from fednorm.data.verify import describe_dataset
 from fednorm.errors import FednormError
 from fednorm.running.config import RunConfig
-from fednorm.studies.client_statistics import Look, look_of
+from fednorm.studies.client_statistics import looks_of
 from fednorm.studies.estimate import usual_seconds
 from fednorm.studies.library import Library, key_of
 from fednorm.studies.playing import Place, Watched, play_runs
@@ -47,7 +47,6 @@ class Job:
     label: str
     config: RunConfig
     seeds: tuple[int, ...]
-    look: Look | None = None
 
 
 def missing_jobs(studies: Sequence[Study], library: Library) -> Iterator[Job]:
@@ -59,7 +58,7 @@ def missing_jobs(studies: Sequence[Study], library: Library) -> Iterator[Job]:
                 key = key_of(cell.config)
                 seeds = tuple(seed for seed in study.recipe.seeds if not library.has(cell.config, seed))
                 if seeds and key not in seen:
-                    yield Job(study.id, _label(cell), cell.config, seeds, look_of(study.recipe))
+                    yield Job(study.id, cell_label(cell), cell.config, seeds)
                 seen.add(key)
 
 
@@ -73,21 +72,24 @@ def play_next(
     """
 
     @cache
-    def is_here(name: str) -> bool:
-        here = bool(describe_dataset(name, place.data_dir)["here"])
+    def told_of(name: str) -> bool:
+        here = is_here(name, place.data_dir)
         if not here:
-            say(f"{name} is not here: its studies are passed over (`fednorm data info {name}` says how to get it)")
+            say(_passed_over(name))
         return here
 
+    looks = looks_of(studies)
     deadline = time.monotonic() + 60 * minutes
-    played = 0
+    played, too_long = 0, float("inf")
     for job in missing_jobs(studies, place.library):
-        waiting = job.seeds if is_here(job.config.data.name) else ()
+        waiting = job.seeds if told_of(job.config.data.name) else ()
+        if waiting and not _that_fit(job, waiting, place, deadline - time.monotonic()):
+            too_long = min(too_long, usual_seconds(job.config, 1, place.on_gpu, place.library))
         while seeds := _that_fit(job, waiting, place, deadline - time.monotonic()):
             waiting = waiting[len(seeds) :]
             say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
             try:
-                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, job.look)
+                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, looks)
             except FednormError as error:  # of one job, and no reason to leave the machine idle
                 say(f"{job.study}  {job.label}: {error}")
                 break
@@ -95,7 +97,31 @@ def play_next(
                 say("time is over; what was stopped goes on from here the next time")
                 return played
             played += len(seeds)
+    if not played and too_long < float("inf"):
+        say(f"nothing that is missing is likely to end in time: the shortest takes about {too_long / 60:.0f} minutes")
     return played
+
+
+def is_here(name: str, data_dir: str | None) -> bool:
+    """Whether a data set is on this machine."""
+    return bool(describe_dataset(name, data_dir)["here"])
+
+
+def with_data(
+    runs: Sequence[tuple[RunConfig, int]], place: Place, say: Callable[[str], None]
+) -> list[tuple[RunConfig, int]]:
+    """Those whose data are here; all of them, to be refused with what is missing, where none are."""
+    here = {name: is_here(name, place.data_dir) for name in dict.fromkeys(config.data.name for config, _ in runs)}
+    if not any(here.values()):
+        return list(runs)
+    for name in here:
+        if not here[name]:
+            say(_passed_over(name))
+    return [run for run in runs if here[run[0].data.name]]
+
+
+def _passed_over(name: str) -> str:
+    return f"{name} is not here: what needs it is passed over (`fednorm data info {name}` says how to get it)"
 
 
 def _that_fit(job: Job, seeds: tuple[int, ...], place: Place, left: float) -> tuple[int, ...]:
@@ -109,7 +135,7 @@ def _that_fit(job: Job, seeds: tuple[int, ...], place: Place, left: float) -> tu
     return seeds[:1] if fits(1) else ()
 
 
-def _label(cell: StudyCell) -> str:
+def cell_label(cell: StudyCell) -> str:
     """A cell in a line: what sets it apart.
 
     A variant is named last, in brackets.

@@ -61,9 +61,9 @@ class Study:
         return self.experiment.id
 
     @property
-    def data(self) -> str:
-        """The data set of its runs."""
-        return self._common.data.name
+    def data(self) -> tuple[str, ...]:
+        """The data sets of its runs."""
+        return tuple(dict.fromkeys(cell.config.data.name for cell in self.cells()))
 
     def cells(
         self, *, quick: bool = False, methods: Sequence[str] = (), variants: bool = False
@@ -72,13 +72,22 @@ class Study:
         for key in methods:
             if key not in self.recipe.methods:
                 raise unknown(f"method of {self.id}", key, self.recipe.methods)
-        readings = ["", *self.recipe.variants] if variants else [""]
-        return tuple(
-            self._cell(method, setting, published, reading, quick)
-            for reading in readings
-            for method, setting, published in self._published()
-            if (not methods or method in methods) and not self._left_out(method, setting, quick)
-        )
+        return tuple(self._main(quick, methods)) + (tuple(self._other_readings(quick, methods)) if variants else ())
+
+    def _main(self, quick: bool, methods: Sequence[str]) -> Iterator[StudyCell]:
+        for method, setting, published in self._published():
+            if (not methods or method in methods) and not self._left_out(method, setting, quick):
+                yield self._cell(method, setting, published, "", quick)
+
+    def _other_readings(self, quick: bool, methods: Sequence[str]) -> Iterator[StudyCell]:
+        """Cells of other readings, less those that a reading leaves as they are: the same run is no second opinion."""
+        for name, reading in self.recipe.variants.items():
+            where: Mapping[str, Sequence[str]] = reading.get("where", {})
+            for main in self._main(quick, methods):
+                if all(_text(main.setting[axis]) in values for axis, values in where.items()):
+                    other = self._cell(main.method, main.setting, main.published, name, quick)
+                    if other.config != main.config:
+                        yield other
 
     def _left_out(self, method: str, setting: Mapping[str, Any], quick: bool) -> bool:
         """Whether a figure does not have a combination, or a quick run does not play it."""
