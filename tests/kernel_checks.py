@@ -300,6 +300,8 @@ LARGE: Sizes = (3, 70_000, 4, (3, 66_000), (2, 1500), 2, (4, 5), 1100)
 MANY: Sizes = tuple((2 + layer % 3, 6) if layer % 2 else 4 for layer in range(80))
 """More layers in parts than a launch reads from."""
 IN_PARTS: Sizes = ((2, 6), (3, 1030))
+NONE: Sizes = (5, (0, 7), (2, 3), (0, 70_000))
+"""Some in no parts, which is the gradient 0."""
 
 
 def check_sgd(sizes: Sizes, momentum: bool, in_place: bool) -> None:
@@ -436,7 +438,14 @@ def main() -> None:
     check_fold(4, 1500)
     check_fold(1, 3)
     for momentum in (False, True):
-        for layers, in_place in ((FEW, True), (LARGE, False), (MANY, True), (IN_PARTS, False)):
+        for layers, in_place in (
+            (FEW, True),
+            (LARGE, False),
+            (MANY, True),
+            (IN_PARTS, False),
+            (NONE, True),
+            (NONE[1:2], True),
+        ):
             check_sgd(layers, momentum, in_place)
         check_sgd_of_layers(momentum)
     for update in (AdamUpdate(), AdamUpdate(0.8, 0.99, 1e-3, decoupled=True)):

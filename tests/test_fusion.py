@@ -243,6 +243,29 @@ def test_gradients_of_filters_are_added_up_where_they_are_used(update: str, chan
     assert names["fednorm.conv_weight_grad.default"] == (change is not None)
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["images", "rows"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_bias_that_a_batch_norm_takes_away_has_no_gradient(training: bool, flat: bool) -> None:
+    """Only where the norm goes by the batch; what is summed otherwise is computed as ever."""
+    x, dy = torch.randn(2, 6, 3, 4, 4).double(), torch.randn(2, 6, 3, 4, 4).double()
+    x, dy = (x[..., :1, :1], dy[..., :1, :1]) if flat else (x, dy)
+    mean, var, gamma = (torch.rand(2, 3).double() for _ in range(3))
+    if training:
+        var, mean = torch.var_mean(x, (1, 3, 4), correction=0)
+    value, rates = torch.randn(2, 9).double(), [torch.rand(2).double() for _ in range(3)]
+
+    def updated(x: Tensor, dy: Tensor, value: Tensor, *rates: Tensor) -> Tensor:
+        dx, dgamma, _, _ = torch.ops.fednorm.norm_grad(x, dy, mean, var, gamma, training, 1e-5)
+        bias = dx.view(2, 6, 3).sum(1) if flat else dx.sum((1, 3, 4), keepdim=True).view(2, 3)
+        other = dx.sum((2, 3, 4))[:, :3]
+        return torch.ops.fednorm.sgd(value, [torch.cat([dgamma, bias, other], 1)], None, *rates, [], [])[0]
+
+    given = x, dy, value, *rates
+    fused = fuse(trace(updated, *given))
+    assert torch.allclose(fused(*given), updated(*given), atol=1e-12)
+    assert operators(fused)["aten.sum.dim_IntList"] == (1 if training else 2)
+
+
 def test_rounded_rows_begin_at_aligned_addresses() -> None:
     for flat in (torch.randn(3, 37), aligned(torch.randn(3, 37)), torch.randn(37, 3).t()):
         narrow = torch.ops.fednorm.narrowed(flat, torch.bfloat16)

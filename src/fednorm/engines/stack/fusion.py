@@ -45,6 +45,8 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_own.adam.default, neighbours.take_in_parts),
     (_own.sgd.default, neighbours.take_in_sums),
     (_own.adam.default, neighbours.take_in_sums),
+    (_own.sgd.default, neighbours.drop_idle_bias_grads),
+    (_own.adam.default, neighbours.drop_idle_bias_grads),
     (_own.sgd.default, neighbours.take_in_products),
     (_aten.hardtanh_backward.default, neighbours.look_behind_relu6),
     (_own.norm.default, neighbours.take_in_residual_and_relu),

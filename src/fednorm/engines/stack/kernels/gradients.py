@@ -56,11 +56,13 @@ def gradient(sources, place_ptr, row, stride, numbers, parts, LISTED: tl.constex
             grad_ptr = tl.where(source == other, sources[other], grad_ptr)
         at, begin, inside = tl.load(place + 1) + lane, tl.load(place + 2) + lane, lane < tl.load(place + 3)
         parts, numbers, stride = tl.load(place + 4), tl.load(place + 5), tl.load(place + 6)
+        there = inside & (parts > 0)
     else:
         at = tl.program_id(0) * LANES + lane
         begin, inside = at, at < numbers
+        there = inside
     grad_ptr = grad_ptr + row * stride + begin
-    grad = tl.load(grad_ptr, mask=inside, other=0.0)
+    grad = tl.load(grad_ptr, mask=there, other=0.0)
     for _ in range(1, parts):
         grad_ptr += numbers
         grad += tl.load(grad_ptr, mask=inside, other=0.0)
@@ -88,15 +90,15 @@ class Share(NamedTuple):
 def shares(grads: Iterable[tuple[int, Tensor]]) -> Iterator[Share]:
     """The launches for gradients (client, number) or (client, part, number), each with its first number's place."""
     whole: list[tuple[int, Tensor]] = []
-    parted: list[tuple[int, Tensor]] = []
+    parted: list[tuple[int, Tensor]] = []  # also in no parts at all, which is the gradient 0
     for first, grad in grads:
         each = grad if grad.dim() == 3 else grad.unsqueeze(1)
         each = each if each[0].is_contiguous() else each.contiguous()
-        if each.shape[2] < ALONE:
+        if each.shape[2] < ALONE or not each.shape[1]:
             (whole if each.shape[1] == 1 else parted).append((first, each))
         else:
             yield _alone(first, each)
-    if len(small := whole + parted) == 1:
+    if len(small := whole + parted) == 1 and small[0][1].shape[1]:
         yield _alone(*small[0])
         return
     while whole or parted:

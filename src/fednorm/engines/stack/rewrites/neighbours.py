@@ -147,6 +147,47 @@ def _in_parts(graph: Graph, row: Any) -> Node | None:
     return parts
 
 
+def drop_idle_bias_grads(graph: Graph, update: Node) -> None:
+    """A bias in front of a batch norm, which takes the mean away again, has the gradient 0: a sum of no parts.
+
+    Computed, it is the rounding of what the batch norm hands back.
+    """
+    grads: Any = update.args[1]
+    left = []
+    for grad in grads:
+        taken = grad
+        if _is_idle(grad):
+            clients, numbers = grad.meta["val"].shape
+            with graph.inserting_before(update):
+                taken = graph.call_function(_aten.new_empty.default, (update.args[0], [clients, 0, numbers]))
+            taken.meta = {"val": grad.meta["val"].new_empty(clients, 0, numbers)}
+        left.append(taken)
+    update.args = (update.args[0], left, *update.args[2:])
+
+
+def _is_idle(grad: Node) -> bool:
+    """Whether a gradient is the sum over images and pixels of what a norm by batch statistics hands back."""
+    total = _behind(grad, {_aten.reshape.default, _aten._to_copy.default})
+    if total.target is not _aten.sum.dim_IntList:
+        return False
+    shape = total.args[0].meta["val"].shape  # type: ignore[union-attr]
+    handed = _behind(total.args[0], {_aten.reshape.default})
+    if handed.target is not operator.getitem or handed.args[1] != 0:
+        return False
+    norm: Any = handed.args[0]
+    if norm.target is not _own.norm_grad.default or not norm.args[5]:
+        return False
+    kept = [axis for axis in range(len(shape)) if axis not in [each % len(shape) for each in total.args[1]]]  # type: ignore[union-attr]
+    return kept == [0, 2] and shape[:3] == handed.meta["val"].shape[:3]
+
+
+def _behind(node: Any, views: set[Any]) -> Node:
+    """What these operators, one upon the other, were given first."""
+    while node.target in views:
+        node = node.args[0]
+    return node
+
+
 def take_in_products(graph: Graph, sgd: Node) -> None:
     """SGD computes the gradients of large linear layers' weights itself where nothing else asks for them."""
     value, gradients, velocity, *numbers = sgd.args[:6]
