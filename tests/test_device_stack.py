@@ -257,6 +257,22 @@ def test_old_values_that_are_read_later_are_not_written_over(view: Callable[[Ten
     assert state["seen"].eq(1).all()
 
 
+def test_weights_that_are_others_gradients_are_not_written_over() -> None:
+    """As those of a product of two are, once the ones that a gradient begins with are dropped."""
+    state = {"w": torch.tensor([[1.0, 2.0, 10.0, 20.0]]), "lr": torch.full((1,), 0.5)}
+
+    def step(state: Tree) -> tuple[Tree, Rows]:
+        grad = torch.func.grad(lambda w: torch.mul(*w.split(2, 1)).sum())(state["w"])
+        zero = torch.zeros_like(state["lr"])
+        new, _ = torch.ops.fednorm.sgd(state["w"], [grad], None, state["lr"], zero, zero, [], [])
+        return {"w": new}, {}
+
+    program = Program(step, state)
+    program()
+    assert not program._in_place
+    assert state["w"].tolist() == [[-4.0, -8.0, 9.5, 19.0]]
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedadam"])
 def test_a_stop_leaves_what_was_under_way_behind(method: str) -> None:
     """Rows come while later rounds are played; a stop finishes those, and the rest is played to the same bits."""

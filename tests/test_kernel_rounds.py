@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tiny
+from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels import ops
 from fednorm.engines.stack.kernels.layers import use_kernels
+from fednorm.engines.stack.kernels.tiles import ALONE
+from fednorm.engines.stack.program import Moves, Program
 from fednorm.engines.stack.slot import StackSlot
 from fednorm.engines.stack.ways import Way
 from fednorm.errors import DivergedError
@@ -203,6 +206,20 @@ def test_images_of_bytes_go_through_their_kernel(launched: Counter[str]) -> None
     reference, run = both(residual(), "fedavg", data=data, train__augment="crop(1)+flip")
     assert gap(reference, run) < 2e-4
     assert launched.keys() >= ALWAYS | NORMS | {"take_images"}
+
+
+def test_weights_that_are_others_gradients_are_read_before_they_are_moved(launched: Counter[str]) -> None:
+    """Two large ones, each of which a launch of its own moves."""
+    state = {"w": torch.randn(2, 2 * ALONE), "rates": torch.rand(3, 2)}
+
+    def step(state: Tree) -> Moves:
+        grad = torch.func.grad(lambda w: torch.mul(*w.split(ALONE, 1)).sum())(state["w"])
+        return {"w": torch.ops.fednorm.sgd(state["w"], [grad], None, *state["rates"].unbind(), [], [])[0]}, {}
+
+    wanted = step(state)[0]["w"]
+    Program(step, state)()
+    assert torch.equal(state["w"], wanted)
+    assert launched["run_sgd"] == 2
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, with which Triton interprets, tells of overflows
