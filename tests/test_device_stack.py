@@ -101,7 +101,10 @@ def test_unequal_work_stays_on_the_device_as_few_programs(changes: dict, smaller
 
 
 @pytest.mark.parametrize("steps", [1, 3], ids=["one program a round", "three programs a round"])
-@pytest.mark.parametrize("method", ["fedavg", "fixbn", "fedbn", "fedprox", "local-momentum", "fedadam", "gn", "ln"])
+@pytest.mark.parametrize(
+    "method",
+    ["fedavg", "fixbn", "fedbn", "fedprox", "local-momentum", "fedadam", "gn", "ln", "in", "ws", "fedwon", "fixup"],
+)
 def test_stack_operators_and_their_fusion_change_nothing(method: str, steps: int) -> None:
     """Convolutions and batch norms as stack operators, filters laid out with the channel last, neighbours fused."""
     changes = {"data": tiny.federation((8, 8, 8)), "rounds": 6, "train__local_steps": steps, "train__lr": 0.02}
