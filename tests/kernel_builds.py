@@ -49,6 +49,7 @@ IMAGES = 40
 class Built:
     """A kernel that was compiled."""
 
+    module: str
     name: str
     options: str
     shared: int
@@ -99,7 +100,8 @@ def building(arch: int) -> Iterator[tuple[dict[str, Built], list[Exception]]]:
             if found.hash not in built:
                 options = " ".join(f"{key}={value}" for key, value in named.items() if key.isupper())
                 of = found.metadata
-                built[found.hash] = Built(found.name, options, of.shared, of.num_warps, found.asm["cubin"])
+                module = self._jitted.fn.__module__
+                built[found.hash] = Built(module, found.name, options, of.shared, of.num_warps, found.asm["cubin"])
 
         return call
 

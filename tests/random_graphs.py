@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tiny
+from fednorm.layers.sample_norms import InstanceNorm
+from fednorm.layers.ws_conv import WSConv2d
 
 CHANNELS = 4
 
@@ -91,11 +93,14 @@ LAYERS = {
     "bare conv": lambda: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False),
     "pointwise": lambda: nn.Conv2d(CHANNELS, CHANNELS, 1),
     "depthwise": lambda: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS),
+    "standardised": lambda: WSConv2d(CHANNELS, CHANNELS, 3, padding=1, style="qiao", learnable_gain=True),
+    "standardised depthwise": lambda: WSConv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS, bias=False),
     "bn": lambda: nn.BatchNorm2d(CHANNELS),
     "bn without affine": lambda: nn.BatchNorm2d(CHANNELS, affine=False),
     "bn without statistics": lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False),
     "gn": lambda: nn.GroupNorm(2, CHANNELS),
     "in": lambda: nn.InstanceNorm2d(CHANNELS, affine=True),
+    "own in": lambda: InstanceNorm(CHANNELS, True, "norm"),
     "ln": LastNorm,
     "relu": nn.ReLU,
     "relu in place": lambda: nn.ReLU(inplace=True),

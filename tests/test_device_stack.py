@@ -101,7 +101,10 @@ def test_unequal_work_stays_on_the_device_as_few_programs(changes: dict, smaller
 
 
 @pytest.mark.parametrize("steps", [1, 3], ids=["one program a round", "three programs a round"])
-@pytest.mark.parametrize("method", ["fedavg", "fixbn", "fedbn", "fedprox", "local-momentum", "fedadam", "gn", "ln"])
+@pytest.mark.parametrize(
+    "method",
+    ["fedavg", "fixbn", "fedbn", "fedprox", "local-momentum", "fedadam", "gn", "ln", "in", "ws", "fedwon", "fixup"],
+)
 def test_stack_operators_and_their_fusion_change_nothing(method: str, steps: int) -> None:
     """Convolutions and batch norms as stack operators, filters laid out with the channel last, neighbours fused."""
     changes = {"data": tiny.federation((8, 8, 8)), "rounds": 6, "train__local_steps": steps, "train__lr": 0.02}
@@ -255,6 +258,22 @@ def test_old_values_that_are_read_later_are_not_written_over(view: Callable[[Ten
     assert not program._in_place
     assert state["w"].eq(0).all()
     assert state["seen"].eq(1).all()
+
+
+def test_weights_that_are_others_gradients_are_not_written_over() -> None:
+    """As those of a product of two are, once the ones that a gradient begins with are dropped."""
+    state = {"w": torch.tensor([[1.0, 2.0, 10.0, 20.0]]), "lr": torch.full((1,), 0.5)}
+
+    def step(state: Tree) -> tuple[Tree, Rows]:
+        grad = torch.func.grad(lambda w: torch.mul(*w.split(2, 1)).sum())(state["w"])
+        zero = torch.zeros_like(state["lr"])
+        new, _ = torch.ops.fednorm.sgd(state["w"], [grad], None, state["lr"], zero, zero, [], [])
+        return {"w": new}, {}
+
+    program = Program(step, state)
+    program()
+    assert not program._in_place
+    assert state["w"].tolist() == [[-4.0, -8.0, 9.5, 19.0]]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "fedadam"])

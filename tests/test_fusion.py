@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fednorm.engines.stack.compiled import compiled, repays
 from fednorm.engines.stack.fusion import fuse
-from fednorm.engines.stack.in_place import write_in_place
 from fednorm.engines.stack.kernels.tiles import ALONE, FEW_ROWS
 from fednorm.engines.stack.row_matrix import aligned
 from fednorm.engines.stack.tracing import trace
@@ -271,82 +268,3 @@ def test_rounded_rows_begin_at_aligned_addresses() -> None:
         narrow = torch.ops.fednorm.narrowed(flat, torch.bfloat16)
         assert torch.equal(narrow, flat.bfloat16())
         assert narrow.stride() == (48, 1)
-
-
-def test_a_compiler_is_asked_where_many_calls_repay_it() -> None:
-    traced = trace(lambda x: (x.sin() + x.cos()).exp().view(6).sum(), torch.randn(2, 3))
-    assert not repays(traced, 1_000)
-    assert repays(traced, 1_000_000)
-    assert not repays(trace(lambda x: x.view(6)[2:], torch.randn(2, 3)), 1_000_000)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
-def test_a_compiler_that_fails_is_told_of_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*args: object) -> None:
-        raise FileNotFoundError("no C compiler here")
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
-    assert compiled(trace(torch.sin, torch.randn(2)), {}) is None
-    assert capsys.readouterr().err == (
-        "stacked engine: steps take longer than they could, torch's compiler failed (no C compiler here)\n"
-    )
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.slow
-def test_what_the_compiler_makes_of_a_program_is_the_same_function() -> None:
-    state = {"w": torch.randn(2, 16), "x": torch.randn(2, 3, 4, 5, 5)}
-
-    def step(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        y = torch.ops.fednorm.conv(state["x"].tanh(), state["w"].view(2, 4, 4, 1, 1), 1, [0, 0])
-        return {"w": state["w"] - y.softmax(2).mean((1, 3, 4)).repeat(1, 4)}, {}
-
-    call = compiled(trace(step, state), state)
-    assert call is not None
-    assert torch.allclose(call(state)[0]["w"], step(state)[0]["w"], atol=1e-6)
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.slow
-def test_a_compiled_program_writes_updates_over_what_they_read() -> None:
-    """A copy of all weights and one of all velocities a step took longer than the compiler saved."""
-    old = {"w": torch.randn(2, 8), "velocity": torch.randn(2, 8), "x": torch.randn(2, 8)}
-    rate = torch.full((2,), 0.1)
-
-    def step(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        grads = [(state["x"].sin() * state["w"]).softmax(1)]
-        w, velocity = torch.ops.fednorm.sgd(state["w"], grads, state["velocity"], rate, rate, rate, [], [])
-        return {"w": w, "velocity": velocity, "seen": grads[0].sum(1), "x": state["x"]}, {}
-
-    wanted, _ = step(old)
-    traced = fuse(trace(step, old))
-    assert write_in_place(traced, old) == {"w", "velocity"}
-    call = compiled(traced, old)
-    assert call is not None
-    state = {key: value.clone() for key, value in old.items()}
-    new, _ = call(state)
-    assert new["w"] is state["w"]
-    assert new["velocity"] is state["velocity"]
-    assert new["x"] is state["x"]
-    for key, value in wanted.items():
-        assert torch.allclose(new[key], value, atol=1e-6), key
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.slow
-def test_windows_that_hang_over_the_edge_are_not_left_to_the_compiler() -> None:
-    """Its gradient of an average pooling with `ceil_mode` divides the last windows by too much."""
-    state = {"x": torch.randn(2, 3, 8, 8)}
-
-    def step(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        y, back = torch.func.vjp(lambda x: functional.avg_pool2d(x, 3, 2, ceil_mode=True), state["x"])
-        return {"x": back(y.cos())[0]}, {}
-
-    call = compiled(trace(step, state), state)
-    assert call is not None
-    assert torch.allclose(call(state)[0]["x"], step(state)[0]["x"], atol=1e-6)

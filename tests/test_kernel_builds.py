@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,12 +27,11 @@ ROOM = {H200: 227 * 1024, CONSUMER: 99 * 1024}
 """Bytes of shared memory that a program may have, by compute capability."""
 MODELS = {
     "resnet20": {},
-    "resnet20+gn": {"train.optimizer": "adamw"},
+    "resnet20+gn+ws": {"train.optimizer": "adamw"},
     "mobilenet_v2": {},
     "simple_cnn": {},
     "lenet_cnn": {},
 }
-ROOMS = ("adam", "conv", "depthwise", "elements", "entropy", "group_norm", "images", "norm", "pointwise", "sgd")
 
 
 @contextmanager
@@ -51,12 +51,14 @@ def all_programs(wide: bool) -> list[GraphModule]:
     return [graph for case, settings in cases for graph in programs(case, 2, wide, **settings)]
 
 
-def names_of_kernels() -> set[str]:
-    """All kernels there are, as their functions are called."""
+def all_kernels() -> set[tuple[str, str]]:
+    """All there are: the module of each, and what its function is called."""
+    from fednorm.engines.stack import kernels
     from fednorm.engines.stack.kernels.launch import Kernel
 
-    modules = [sys.modules[f"fednorm.engines.stack.kernels.{room}"] for room in ROOMS]
-    return {name for module in modules for name, value in vars(module).items() if isinstance(value, Kernel)}
+    modules = [importlib.import_module(f"{kernels.__name__}.{each.name}") for each in iter_modules(kernels.__path__)]
+    named = [(module.__name__, name, value) for module in modules for name, value in vars(module).items()]
+    return {(module, name) for module, name, value in named if isinstance(value, Kernel)}
 
 
 @pytest.mark.parametrize(("arch", "wide"), [(H200, False), (CONSUMER, False), (CONSUMER, True)])
@@ -68,8 +70,9 @@ def test_kernels_compile_and_fit(arch: int, wide: bool) -> None:
         for graph in all_programs(wide):
             compile_kernels(graph)
     assert not failed
-    narrow_alone = {"_sgd_linear_kernel"} if wide else set()  # linear layers are torch's own in float32
-    assert {each.name for each in kernels.values()} == names_of_kernels() - narrow_alone
+    # Linear layers are torch's own in float32.
+    left_out = {("fednorm.engines.stack.kernels.sgd", "_sgd_linear_kernel")} if wide else set()
+    assert {(each.module, each.name) for each in kernels.values()} == all_kernels() - left_out
     assert all(each.binary for each in kernels.values())
     assert {each.name: each.shared for each in kernels.values() if each.shared > ROOM[arch]} == {}
 

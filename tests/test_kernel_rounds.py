@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tiny
+from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels import ops
 from fednorm.engines.stack.kernels.layers import use_kernels
+from fednorm.engines.stack.kernels.tiles import ALONE
+from fednorm.engines.stack.program import Moves, Program
 from fednorm.engines.stack.slot import StackSlot
 from fednorm.engines.stack.ways import Way
 from fednorm.errors import DivergedError
@@ -205,15 +208,39 @@ def test_images_of_bytes_go_through_their_kernel(launched: Counter[str]) -> None
     assert launched.keys() >= ALWAYS | NORMS | {"take_images"}
 
 
+def test_weights_that_are_others_gradients_are_read_before_they_are_moved(launched: Counter[str]) -> None:
+    """Two large ones, each of which a launch of its own moves."""
+    state = {"w": torch.randn(2, 2 * ALONE), "rates": torch.rand(3, 2)}
+
+    def step(state: Tree) -> Moves:
+        grad = torch.func.grad(lambda w: torch.mul(*w.split(ALONE, 1)).sum())(state["w"])
+        return {"w": torch.ops.fednorm.sgd(state["w"], [grad], None, *state["rates"].unbind(), [], [])[0]}, {}
+
+    wanted = step(state)[0]["w"]
+    Program(step, state)()
+    assert torch.equal(state["w"], wanted)
+    assert launched["run_sgd"] == 2
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, with which Triton interprets, tells of overflows
-def test_a_client_that_diverges_is_seen_through_the_kernels(launched: Counter[str]) -> None:
-    """Its numbers that are none pass two ReLUs on their way to the loss."""
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [
+        ("fedavg", NORMS),
+        ("fedwon", {"run_standardise"}),
+        ("fedavg+gn(groups=2)+ws", {"run_standardise", "run_group_norm"}),
+        ("fedavg+in", {"run_group_norm"}),
+    ],
+)
+def test_a_client_that_diverges_is_seen_through_the_kernels(method: str, own: set[str], launched: Counter[str]) -> None:
+    """Its numbers that are none pass two ReLUs on their way to the loss, variances beyond float32 make no zeros."""
     torch.manual_seed(0)
     data = tiny.federation((8, 8, 8))
     x = data.x.clone()
     x[data.clients[1]] = 1e30
-    plan = tiny.plan(model=residual().float(), engine__name="stacked", **{**CHANGES, "data": replace(data, x=x)})
+    changes = {**CHANGES, "data": replace(data, x=x)}
+    plan = tiny.plan(method, model=residual().float(), engine__name="stacked", **changes)
     use_kernels(plan.prepared.model)
     with pytest.raises(DivergedError, match=r"^diverged in round 1, client 1: its update is not finite; "):
         tiny.play(plan)
-    assert launched.keys() >= ALWAYS | NORMS
+    assert launched.keys() >= ALWAYS | own

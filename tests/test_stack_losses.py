@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad_and_value
+from torch.func import grad, grad_and_value
 from torch.nn import functional
 
 import tiny
@@ -74,6 +74,23 @@ def test_a_loss_may_be_a_part_of_another() -> None:
 )
 def test_other_losses_are_torchs_own(loss: Loss) -> None:
     assert "fednorm.cross_entropy.default" not in operators(loss, *given())
+
+
+def test_a_loss_may_depend_on_the_gradient_of_one() -> None:
+    """As a penalty on it does, which differentiates it once more."""
+
+    def smooth(x: Tensor, y: Tensor) -> Tensor:
+        slope = grad(lambda scores: functional.cross_entropy(scores, y))(x)
+        return functional.cross_entropy(x, y) + slope.square().sum()
+
+    assert operators(smooth, *given())["fednorm.cross_entropy.default"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_labels_that_are_too_few_are_refused(count: int) -> None:
+    """A kernel would read what lies behind them."""
+    with LossesOfStacks(), pytest.raises(ValueError, match=rf"batch_size \(5\) to match target batch_size \({count}\)"):
+        torch.vmap(grad_and_value(lambda x, y: functional.cross_entropy(x, y[:count])))(*given())
 
 
 def test_a_loss_of_pixels_is_torchs_own() -> None:

@@ -16,8 +16,13 @@ from fednorm.engines.stack.kernels import element_ops as element_ops  # makes th
 from fednorm.engines.stack.rewrites.nodes import may_be_view
 from fednorm.errors import first_line
 
-_AVERAGED = torch.ops.aten.avg_pool2d_backward.default
-"""Where windows hang over the edge (`ceil_mode`), what torch's compiler makes of it is wrong (2.11 to 2.15)."""
+_AVERAGED: dict[Any, int] = {
+    torch.ops.aten.avg_pool2d_backward.default: 2,
+    torch.ops.aten.avg_pool3d_backward.default: 3,
+}
+"""Their axes; of windows that hang over the edge (`ceil_mode`) torch's compiler makes what is wrong (2.11 to 2.15)."""
+_COUNTED = {torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step}
+"""Numbers that it takes for indices, whose products never leave 64 bits; keyed draws multiply them so that they do."""
 _LAUNCH = 3e-6
 """Seconds that a launch takes of a captured program, at least."""
 _COMPILE = 0.03
@@ -56,9 +61,8 @@ def _compiled(traced: GraphModule, state: Tree) -> Callable[[Tree], Any]:
     wanted, spec = tree_flatten((list(returned), [update.args for update in updates]))
     for update in updates:
         graph.erase_node(update)
-    for pool in graph.find_nodes(op="call_function", target=_AVERAGED):
-        if pool.args[5]:
-            pool.target = torch.ops.fednorm.overhanging_pool_grad.default
+    for node in graph.nodes:
+        _hide(node)
     entries = {node: number for number, node in enumerate(graph.find_nodes(op="placeholder"))}
     graph.output([each for each in wanted if _is_made(each, entries)])
     with torch.no_grad(), torch._inductor.config.patch({"fallback_random": True}):  # pyright: ignore[reportAttributeAccessIssue]
@@ -78,6 +82,17 @@ def _compiled(traced: GraphModule, state: Tree) -> Callable[[Tree], Any]:
         return tree_unflatten(moves, traced._out_spec)  # type: ignore[arg-type]
 
     return call
+
+
+def _hide(node: Node) -> None:
+    """Leave to torch itself what its compiler gets wrong."""
+    if node.target in _AVERAGED and node.args[5]:
+        node.args = (*node.args, _AVERAGED[node.target])
+        node.target = torch.ops.fednorm.overhanging_pool_grad.default
+    elif node.target in _COUNTED and node.meta["val"].dtype == torch.int64:
+        begin, end, step = {1: (0, *node.args, 1), 2: (*node.args, 1), 3: node.args}[len(node.args)]
+        node.args, node.kwargs = (begin, end, step, node.meta["val"].device), {}
+        node.target = torch.ops.fednorm.counted.default
 
 
 def _is_made(each: Any, entries: dict[Node, int]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels import adam_ops as adam_ops  # makes the operators known to torch
@@ -38,7 +38,7 @@ def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
         pairs = [(update.args[read], place) for read, place in moves if update.args[read] is not None]
         keys = [_key_of(update, place, _whole(source), entries, new) for source, place in pairs]
         found = [key for key in keys if key is not None]
-        if len(found) < len(keys) or any(_read_after(update, entries[key]) for key in found):
+        if len(found) < len(keys) or any(_read_elsewhere(update, entries[key]) for key in found):
             continue
         args = dict(enumerate(update.args)) | {read: _whole(update.args[read]) for read, _ in moves}
         with graph.inserting_before(update):
@@ -74,12 +74,17 @@ def _whole(node: Any) -> Any:
     return node
 
 
-def _read_after(update: Node, entry: Node) -> bool:
-    """Whether an entry, or a part of it, is read behind an update."""
+def _read_elsewhere(update: Node, entry: Node) -> bool:
+    """Whether an entry, or a part of it, is read behind an update, or by it beside what it moves.
+
+    A gradient may be a part of the weights, as those of a product of two are: one would be read after it was moved.
+    """
+    moved = {read for read, _ in _UPDATES[update.target][1]}
+    beside = set(tree_leaves([arg for place, arg in enumerate(update.args) if place not in moved]))
     parts, behind = {entry}, False
     for node in update.graph.nodes:
-        if parts.intersection(node.all_input_nodes):
-            if behind:
+        if parts.intersection(beside if node is update else node.all_input_nodes):
+            if behind or node is update:
                 return True
             if may_be_view(node.target):
                 parts.add(node)

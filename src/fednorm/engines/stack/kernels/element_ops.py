@@ -159,21 +159,35 @@ def _(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return aligned_like(flat, dtype)
 
 
+_POOL_GRADS = {2: torch.ops.aten.avg_pool2d_backward, 3: torch.ops.aten.avg_pool3d_backward}
+
+
 @torch.library.custom_op("fednorm::overhanging_pool_grad", mutates_args=())
 def overhanging_pool_grad(
     dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, padded: bool,
-    divisor: int | None,
+    divisor: int | None, axes: int,
 ) -> Tensor:  # fmt: skip
-    """Torch's own gradient of an average pooling, as an operator that its compiler cannot look into."""
-    return torch.ops.aten.avg_pool2d_backward(dy, x, kernel, stride, padding, ceil, padded, divisor)
+    """Torch's own gradient of an average pooling, over two or three axes, where its compiler cannot look into it."""
+    return _POOL_GRADS[axes](dy, x, kernel, stride, padding, ceil, padded, divisor)
 
 
 @overhanging_pool_grad.register_fake
 def _(
     dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, padded: bool,
-    divisor: int | None,
+    divisor: int | None, axes: int,
 ) -> Tensor:  # fmt: skip
-    return torch.ops.aten.avg_pool2d_backward(dy, x, kernel, stride, padding, ceil, padded, divisor)
+    return _POOL_GRADS[axes](dy, x, kernel, stride, padding, ceil, padded, divisor)
+
+
+@torch.library.custom_op("fednorm::counted", mutates_args=())
+def counted(begin: int, end: int, step: int, device: torch.device) -> Tensor:
+    """Torch's own `arange` of 64-bit numbers, as an operator that its compiler cannot look into."""
+    return torch.arange(begin, end, step, dtype=torch.int64, device=device)
+
+
+@counted.register_fake
+def _(begin: int, end: int, step: int, device: torch.device) -> Tensor:
+    return torch.arange(begin, end, step, dtype=torch.int64, device=device)
 
 
 @torch.library.custom_op("fednorm::fold", mutates_args=())

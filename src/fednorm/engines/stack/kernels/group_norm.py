@@ -52,7 +52,9 @@ def _forward_kernel(
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         away = tl.where(mask, x - mean[None, :], 0.0)
         squares += tl.sum(away * away, 0)
-    inverse = tl.rsqrt(_by_group(squares, CHANNELS, GROUPS) / count + eps)
+    var = _by_group(squares, CHANNELS, GROUPS) / count + eps
+    # By a variance beyond float32 all would be divided to zeros, which hide that a client has diverged.
+    inverse = tl.where(var < float("inf"), tl.rsqrt(var), float("nan"))
     tl.store(mean_ptr + image * CHANNELS + channel, mean)
     tl.store(inverse_ptr + image * CHANNELS + channel, inverse)
     scale = tl.load(gamma_ptr + client * gamma_stride + channel) * inverse

@@ -40,7 +40,8 @@ def group_norm(
     wide = x.to(gamma.dtype)
     mean = _by_group(wide.mean((3, 4)), groups)
     away = wide - _spread(mean)
-    inverse = (_by_group(away.square().mean((3, 4)), groups) + eps).rsqrt()
+    var = _by_group(away.square().mean((3, 4)), groups) + eps
+    inverse = torch.where(var < torch.inf, var.rsqrt(), torch.nan)  # what is beyond its type is not hidden by zeros
     y = away * _spread(inverse * gamma[:, None]) + _spread(beta[:, None])
     y = y if addend is None else y + addend
     return channels_second(channels_last((y.relu() if relu else y).to(x.dtype))), mean, inverse

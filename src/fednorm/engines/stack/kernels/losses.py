@@ -21,7 +21,7 @@ _MOST = 1 << 16
 
 
 class CrossEntropy(torch.autograd.Function):
-    """A mean loss, and the gradient that was computed with it."""
+    """A mean loss, and the gradient that was computed with it, which may be differentiated as well."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
@@ -30,12 +30,20 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1])
+        x, y, ctx.ignored = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, y, output[1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.saved_tensors[0] * grads[0], None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        (x, y, away), (first, second) = ctx.saved_tensors, grads
+        dx = None if first is None else away * first
+        if second is not None:  # of the gradient itself, where a loss depends on it
+            known, share = (y != ctx.ignored).unsqueeze(1), torch.softmax(x, 1)
+            turned = share * second * known / known.sum()
+            moved = turned - share * turned.sum(1, keepdim=True)
+            dx = moved if dx is None else dx + moved
+        return dx, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, y: Tensor, ignored: int) -> Any:
@@ -72,6 +80,7 @@ def _fits(scores: Tensor, labels: Tensor) -> bool:
     classes = scores.dim() == 2 and labels.dim() == 1 and labels.dtype == torch.int64
     return (
         classes
+        and len(scores) == len(labels)
         and scores.dtype in (torch.float32, torch.float64)
         and len(scores) * power_of_2(scores.shape[1]) <= _MOST
     )

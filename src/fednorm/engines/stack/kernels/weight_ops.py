@@ -7,7 +7,7 @@ As in `fednorm.engines.stack.kernels.ops`, kernels run where they fit, the refer
 import torch
 from torch import Tensor
 
-from fednorm.engines.stack.kernels.ops import channels_last, channels_second, filters, kernels_run
+from fednorm.engines.stack.kernels.ops import channels_last, channels_second, filters, kernels_fit
 from fednorm.layers.ws_conv import Standard
 
 _MOST = 1 << 14
@@ -15,7 +15,7 @@ _MOST = 1 << 14
 
 
 def _kernels_fit(w: Tensor) -> bool:
-    return kernels_run(w.device) and w.dtype == torch.float32 and w[0, 0].numel() <= _MOST
+    return kernels_fit(w) and w.dtype == torch.float32 and w[0, 0].numel() <= _MOST
 
 
 @torch.library.custom_op("fednorm::standardise", mutates_args=())
