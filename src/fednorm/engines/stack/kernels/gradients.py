@@ -54,9 +54,9 @@ def gradient(sources, place_ptr, row, stride, numbers, parts, LISTED: tl.constex
         source = tl.load(place)
         for other in tl.static_range(1, len(sources)):
             grad_ptr = tl.where(source == other, sources[other], grad_ptr)
-        at, begin, inside = tl.load(place + 1) + lane, tl.load(place + 2) + lane, lane < tl.load(place + 3)
+        at, begin, left = tl.load(place + 1) + lane, tl.load(place + 2) + lane, tl.load(place + 3)
         parts, numbers, stride = tl.load(place + 4), tl.load(place + 5), tl.load(place + 6)
-        there = inside & (parts > 0)
+        inside, there = lane < left, lane < tl.where(parts > 0, left, 0)
     else:
         at = tl.program_id(0) * LANES + lane
         begin, inside = at, at < numbers
