@@ -1,6 +1,6 @@
 """Kernels of whole models compiled for a GPU that is not here: Triton's compiler needs none, only its launches do.
 
-As a script it prints what each kernel of a model's round takes of a processor:
+As a script it prints what each kernel of a model's round takes of a processor, and how many launches a step is:
 
     PYTHONPATH=.triton python tests/kernel_builds.py [--models resnet20+gn,mobilenet_v2:5] [--arch 90] [--wide]
 """
@@ -11,6 +11,7 @@ import argparse
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
+from torch.profiler import ProfilerActivity, profile
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -33,7 +35,7 @@ from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.in_place import write_in_place
 from fednorm.engines.stack.kernels import launch, ops
 from fednorm.engines.stack.kernels.layers import use_kernels
-from fednorm.engines.stack.program import Program, compile_kernels
+from fednorm.engines.stack.program import Program, TensorSpec, compile_kernels
 from fednorm.engines.stack.tracing import trace
 from fednorm.errors import DivergedError
 from fednorm.running.config import updated
@@ -147,6 +149,40 @@ def programs(case: Case, clients: int, wide: bool = False, **settings: object) -
     return found
 
 
+def launches(graph: GraphModule) -> Counter[str]:
+    """What a program would launch on a GPU: our kernels by name, torch's own by operator. Call it inside `building`."""
+    found: Counter[str] = Counter()
+
+    def count(self: launch.Kernel, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **named: found.update([self._jitted.fn.__name__])
+
+    given = [TensorSpec.of(node.meta["val"]).zeros() for node in graph.graph.nodes if node.op == "placeholder"]
+    kernels = patch.object(launch.Kernel, "__getitem__", count)
+    with kernels, torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as seen:
+        Interpreter(graph).run(*given, enable_io_processing=False)
+    for event in seen.events() or ():
+        if _is_work(event) and not any(map(_is_work, _parents(event))):
+            found[event.name] += 1
+    return found
+
+
+def _is_work(event: Any) -> bool:
+    """Whether torch computes or copies numbers here, which views and new tensors do not."""
+    name = event.name.removeprefix("aten::")
+    if name == event.name or name.startswith(("empty", "new_empty")):
+        return False
+    packet = getattr(torch.ops.aten, name)
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    # One that may return a view calls another where it cannot.
+    may_be_view = any(out.alias_info and not out.alias_info.is_write for each in schemas for out in each.returns)
+    return not may_be_view and name not in {"detach_", "mT"}
+
+
+def _parents(event: Any) -> Iterator[Any]:
+    while (event := event.cpu_parent) is not None:
+        yield event
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What each kernel of a model's round takes of a GPU's processor.")
     parser.add_argument("--models", default="resnet20", help="as fednorm bench models takes them")
@@ -158,12 +194,15 @@ def main() -> None:
         for clients in case.clients:
             print(f"{case.name}, {clients} clients")
             with building(asked.arch) as (kernels, failed):
-                for graph in programs(case, clients, asked.wide):
+                graphs = programs(case, clients, asked.wide)
+                for graph in graphs:
                     compile_kernels(graph)
+                step = launches(graphs[1])
             for each in kernels.values():
                 registers, spilled = each.usage()
                 of = f"{registers:3} registers {spilled:4} spilled {each.shared:6} shared {each.warps:2} warps"
                 print(f"  {each.name:20} {of}  {each.options}")
+            print(f"  {step.total()} launches a step: {dict(step.most_common())}")
             for error in failed:
                 print(f"  failed: {error}")
 

@@ -77,6 +77,20 @@ def test_kernels_compile_and_fit(arch: int, wide: bool) -> None:
     assert {each.name: each.shared for each in kernels.values() if each.shared > ROOM[arch]} == {}
 
 
+@pytest.mark.parametrize(
+    ("model", "at_most"), [("resnet20", 140), ("resnet18", 168), ("digit_cnn", 71), ("mobilenet_v2", 367)]
+)
+def test_a_step_is_few_launches(model: str, at_most: int) -> None:
+    """Small models take as long as their launches: what a rewrite or an operator misses is seen here first."""
+    from kernel_builds import building, launches, programs
+
+    (case,) = read_cases(model, (5,))
+    with tf32(False), building(H200):
+        step = launches(programs(case, 5)[1])
+    assert step["_weight_kernel"] + step["_filter_kernel"] > step["_sgd_kernel"] > 0
+    assert 0.9 * at_most < step.total() <= at_most, step
+
+
 def test_a_kernel_that_does_not_compile_is_seen() -> None:
     """A row of numbers whose length is no power of 2 is an error of the compiler's."""
     from fednorm.engines.stack.kernels.elements import _fold_kernel
