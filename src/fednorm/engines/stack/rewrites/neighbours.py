@@ -156,7 +156,7 @@ def drop_idle_bias_grads(graph: Graph, update: Node) -> None:
     left = []
     for grad in grads:
         taken = grad
-        if _is_idle(grad):
+        if isinstance(grad, Node) and _is_idle(grad):
             clients, numbers = grad.meta["val"].shape
             with graph.inserting_before(update):
                 taken = graph.call_function(_aten.new_empty.default, (update.args[0], [clients, 0, numbers]))
