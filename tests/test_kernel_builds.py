@@ -87,7 +87,7 @@ def test_a_step_is_few_launches(model: str, at_most: int) -> None:
     (case,) = read_cases(model, (5,))
     with tf32(False), building(H200):
         step = launches(programs(case, 5)[1])
-    assert step["_weight_kernel"] + step["_filter_kernel"] > step["_sgd_kernel"] > 0
+    assert step["_weight_kernel"] and step["_sgd_kernel"]
     assert 0.9 * at_most < step.total() <= at_most, step
 
 
