@@ -87,8 +87,20 @@ def test_a_step_is_few_launches(model: str, at_most: int) -> None:
     (case,) = read_cases(model, (5,))
     with tf32(False), building(H200):
         step = launches(programs(case, 5)[1])
-    assert step["_weight_kernel"] and step["_sgd_kernel"]
+    assert step["_weight_kernel"]
+    assert step["_sgd_kernel"]
     assert 0.9 * at_most < step.total() <= at_most, step
+
+
+def test_a_merge_is_few_launches() -> None:
+    """Of rounds of one step it is a quarter of all."""
+    from kernel_builds import building, launches, programs
+
+    (case,) = read_cases("resnet20", (5,))
+    with tf32(False), building(H200):
+        merge = launches(programs(case, 5)[2])
+    assert merge["_fold_kernel"] == 1
+    assert 35 < merge.total() <= 42, merge
 
 
 def test_a_kernel_that_does_not_compile_is_seen() -> None:

@@ -27,16 +27,17 @@ def moved_norms(
     """
     rows = len(next(flat for part in flats.values() for flat in part.values()))
     clients = rows // runs
-    zeros = torch.zeros(rows, dtype=torch.float64, device=next(iter(server.values())).device)
-    distance, length = [zeros, zeros], [zeros, zeros]
+    distance: tuple[list[Tensor], list[Tensor]] = [], []
+    length: tuple[list[Tensor], list[Tensor]] = [], []
     for part, each in flats.items():
         for end, keys in _runs_of_keys(each, stacks[part], schema):
             begun = torch.cat([server[key] for key in keys], 1) if len(keys) > 1 else server[keys[0]]
             group = int(not schema[keys[0]][0].trainable)
             moved = (end.unflatten(0, (runs, clients)) - begun.unsqueeze(1)).flatten(0, 1)
-            distance[group] = distance[group] + _squares(moved)
-            length[group] = length[group] + _squares(begun).repeat_interleave(clients)
-    return [total.sqrt() for total in (*distance, *length)]
+            distance[group].append(_norms(moved))
+            length[group].append(_norms(begun).unsqueeze(1).expand(-1, clients).flatten())
+    nothing = torch.zeros(rows, dtype=torch.float64, device=next(iter(server.values())).device)
+    return [_joined(norms) if norms else nothing for norms in (*distance, *length)]
 
 
 def _runs_of_keys(flats: Flats, stack: RowMatrix, schema: Schema) -> Iterator[tuple[Tensor, list[str]]]:
@@ -62,9 +63,13 @@ def _group(key: str, schema: Schema) -> bool | None:
     return schema[key][0].trainable if key and schema[key][1] is Policy.SHARED else None
 
 
-def _squares(rows: Tensor) -> Tensor:
-    """The squared norm of each row."""
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+def _norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+
+
+def _joined(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of rows side by side whose norms are known."""
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
 
 
 def off_by_norms(

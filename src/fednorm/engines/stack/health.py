@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,32 +17,30 @@ FINE, NOT_FINITE, NEGATIVE = 1.0, 0.0, -1.0
 
 
 def health(
-    phase: PreparedPhase, flats: Mapping[str, Flats], stacks: Mapping[str, RowMatrix], may_be_negative: Flats
+    phase: PreparedPhase, flats: Mapping[str, Flats], stacks: Mapping[str, RowMatrix], unsigned: Flats
 ) -> Tensor:
     """For each client FINE, or what is wrong with the numbers that it would send or keep."""
-    found = [_all_finite(flat) for flat in _checked(phase, flats, stacks)]
     rows = next(flat for part in flats.values() for flat in part.values())
-    finite = torch.stack(found).all(0) if found else torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    told = torch.where(finite, FINE, NOT_FINITE)
-    least = [torch.where(mask, 0, flats["state"][name]).amin(1) >= 0 for name, mask in may_be_negative.items()]
-    if least:
-        told = torch.where(finite & ~torch.stack(least).all(0), NEGATIVE, told)
-    return told.to(torch.float64)
+    found = _finite(list(_checked(phase, flats, stacks)))
+    finite = torch.ones(len(rows), dtype=torch.bool, device=rows.device) if found is None else found
+    told = finite.to(torch.float64)
+    below = [(flats["state"][name] * counts).amin(1) < 0 for name, counts in unsigned.items()]
+    return torch.where(reduce(torch.logical_or, below), NEGATIVE * told, told) if below else told
 
 
-def signed(phase: PreparedPhase, layout: RowMatrix, device: torch.device) -> Flats:
-    """For the numbers of each type that are not trained, whether they may be negative: variances may not."""
+def unsigned(phase: PreparedPhase, layout: RowMatrix, device: torch.device) -> Flats:
+    """For the numbers of each type that are not trained, 1 where they may not be negative, as variances may not."""
     checked = {*phase.shared, *phase.kept}
-    masks: Flats = {}
+    found: Flats = {}
     for name, keys in layout.keys.items():
         entries = [phase.schema[key][0] for key in keys]
         parts = [
-            torch.full((entry.size,), not (cannot_be_negative(entry) and entry.key in checked)) for entry in entries
+            torch.full((entry.size,), float(cannot_be_negative(entry) and entry.key in checked)) for entry in entries
         ]
-        mask = torch.cat(parts).to(device)
-        if not bool(mask.all()):
-            masks[name] = mask
-    return masks
+        counts = torch.cat(parts).to(device, entries[0].dtype)
+        if bool(counts.any()):
+            found[name] = counts
+    return found
 
 
 def _checked(phase: PreparedPhase, flats: Mapping[str, Flats], stacks: Mapping[str, RowMatrix]) -> Iterator[Tensor]:
@@ -56,8 +55,11 @@ def _checked(phase: PreparedPhase, flats: Mapping[str, Flats], stacks: Mapping[s
                 yield from (rows[key] for key in keys if key in counts)
 
 
-def _all_finite(rows: Tensor) -> Tensor:
+def _finite(checked: Sequence[Tensor]) -> Tensor | None:
     """Whether all numbers of each row are: a sum is if its terms are, and is quicker where it cannot overflow."""
-    if rows.dtype is torch.float64:
-        return rows.isfinite().all(1)
-    return rows.sum(1, dtype=torch.float64).isfinite()
+    found = [rows.isfinite().all(1) for rows in checked if rows.dtype is torch.float64]
+    sums = [rows.sum(1, dtype=torch.float64) for rows in checked if rows.dtype is not torch.float64]
+    if sums:
+        total = reduce(torch.add, sums)
+        found.append(total - total == 0)
+    return reduce(torch.logical_and, found) if found else None

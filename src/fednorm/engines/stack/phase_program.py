@@ -22,7 +22,7 @@ from fednorm.data.batches import Batches
 from fednorm.engines.stack.attributes import unchanged
 from fednorm.engines.stack.gather import Gather
 from fednorm.engines.stack.guard import NUM_MOVED, moved_norms
-from fednorm.engines.stack.health import health, signed
+from fednorm.engines.stack.health import health, unsigned
 from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.lost_writes import LostWritesRefused
@@ -89,7 +89,7 @@ class PhaseProgram:
             self._stacks[part] = self._layout(part)
         for part, flats in self._start_flats(self._state).items():
             self._own |= named(part, {name: aligned(flat) for name, flat in flats.items()})
-        self._own |= named("signed", signed(phase, self._stacks["state"], sites.device))
+        self._own |= named("unsigned", unsigned(phase, self._stacks["state"], sites.device))
         self._gather = Gather(batches, layouts["server"].channels_last and way is Way.FUSED)
         self._programs: dict[str, Program] = {}
         self._graph_memory = torch.cuda.graph_pool_handle() if sites.device.type == "cuda" else None
@@ -353,7 +353,7 @@ class PhaseProgram:
 
         with merging(StackCohort()):
             merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
-        healthy = health(self.phase, flats, self._stacks, unnamed("signed", state))
+        healthy = health(self.phase, flats, self._stacks, unnamed("unsigned", state))
         moved = moved_norms(flats, self._stacks, self.schema, server, self.runs)
         report = torch.stack([*losses.values(), *scalars.values(), *moved, healthy])
         changed = {**named("server", self._layouts["server"].join_rows(merged)), **named("memory", remembered)}
@@ -363,6 +363,8 @@ class PhaseProgram:
 
     def _loss_summary(self, state: Tree) -> Tree:
         losses, last = state["losses"], state["last_epoch"].clamp(max=self.steps)
+        if self.steps == 1:
+            return dict.fromkeys(LOSSES, losses[0])
         age = torch.arange(self.steps, device=losses.device).unsqueeze(1)
         late = torch.where(age >= self.steps - last, losses, 0)
         return dict(zip(LOSSES, (losses.mean(0), late.sum(0) / last, losses[-1]), strict=True))
