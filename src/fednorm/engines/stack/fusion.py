@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fednorm.engines.stack.kernels import adam_ops as adam_ops  # makes the operator known to torch
-from fednorm.engines.stack.rewrites import copies, layouts, narrow, neighbours, shortcuts
+from fednorm.engines.stack.rewrites import copies, layouts, narrow, neighbours, shortcuts, updates
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
 Rewrite = tuple[Any, Callable[[Graph, Node], None]]
@@ -41,13 +41,13 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_aten.slice_backward.default, shortcuts.thin_grad_at_once),
     (_own.conv.default, neighbours.take_in_bias_and_relu),
     (_aten.threshold_backward.default, neighbours.take_in_bias_grad),
-    (_own.sgd.default, neighbours.take_in_parts),
-    (_own.adam.default, neighbours.take_in_parts),
-    (_own.sgd.default, neighbours.take_in_sums),
-    (_own.adam.default, neighbours.take_in_sums),
-    (_own.sgd.default, neighbours.drop_idle_bias_grads),
-    (_own.adam.default, neighbours.drop_idle_bias_grads),
-    (_own.sgd.default, neighbours.take_in_products),
+    (_own.sgd.default, updates.take_in_parts),
+    (_own.adam.default, updates.take_in_parts),
+    (_own.sgd.default, updates.take_in_sums),
+    (_own.adam.default, updates.take_in_sums),
+    (_own.sgd.default, updates.drop_idle_bias_grads),
+    (_own.adam.default, updates.drop_idle_bias_grads),
+    (_own.sgd.default, updates.take_in_products),
     (_aten.hardtanh_backward.default, neighbours.look_behind_relu6),
     (_own.norm.default, neighbours.take_in_residual_and_relu),
     (_own.norm.default, neighbours.share_moments),

@@ -200,7 +200,7 @@ def run_conv(
     _, batch, height, width, _ = x.shape
     y = x.new_empty(clients, batch, *size, outs)
     tile = conv_tile(ins, outs, batch * size[0] * size[1], x.dtype == torch.float32)
-    gathered = ins < tile.terms
+    gathered = tile.gathers(ins)
     halved = backward and shape.stride == 2 and not gathered and size[0] % 2 == size[1] % 2 == 0
     share = 4 if halved else 1
     tiles = share * triton.cdiv(batch * size[0] * size[1] // share, tile.pixels)
@@ -228,12 +228,12 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     size = shape.kernel_h, shape.kernel_w, ins
     parts = torch.empty(clients, cut.parts, outs, *size, dtype=torch.float32, device=x.device)
     if shape.is_pointwise:
-        run_point_weight_grad(x, dy, parts, tile, cut.turns)
+        run_point_weight_grad(x, dy, parts, tile, cut)
         return parts
     _weight_kernel[(cut.parts, clients, cut.blocks)](
         x, dy, parts, batch, height, width, out_height, out_width,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
-        KW=shape.kernel_w, TURNS=cut.turns, PRECISION=precision(), GATHERED=ins < tile.terms, PIXELS=tile.pixels,
+        KW=shape.kernel_w, TURNS=cut.turns, PRECISION=precision(), GATHERED=tile.gathers(ins), PIXELS=tile.pixels,
         TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return parts

@@ -128,7 +128,7 @@ def _listed(whole: list[tuple[int, Tensor]], parted: list[tuple[int, Tensor]]) -
 def _list(pieces: tuple[tuple[int, int, int, int], ...], strides: tuple[int, ...], device: torch.device) -> Tensor:
     """A row for each program, as `Place` says, of pieces (source, first number, how many, parts)."""
     places: list[Place] = []
-    begins = dict.fromkeys(range(len(strides)), 0)
+    begins = [0] * len(strides)
     for source, first, numbers, parts in _joined(pieces):
         for block in range(0, numbers, BLOCK):
             left = min(BLOCK, numbers - block)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fednorm.engines.stack.kernels.launch import kernel
-from fednorm.engines.stack.kernels.tiles import Tile, words
+from fednorm.engines.stack.kernels.tiles import Cut, Tile, words
 
 
 @triton.jit
@@ -118,12 +118,12 @@ def run_point(
     )  # fmt: skip
 
 
-def run_point_weight_grad(x: Tensor, dy: Tensor, parts: Tensor, tile: Tile, turns: int) -> None:
+def run_point_weight_grad(x: Tensor, dy: Tensor, parts: Tensor, tile: Tile, cut: Cut) -> None:
     """Fill `parts` (client, part, out, ..., in) with what each share of the pixels adds to the gradient."""
-    clients, ins, outs = len(x), x.shape[-1], dy.shape[-1]
+    ins, outs = x.shape[-1], dy.shape[-1]
     (in_words, in_word), (out_words, out_word) = words(ins), words(outs)
-    _weight_kernel[(parts.shape[1], clients, triton.cdiv(ins, tile.terms) * triton.cdiv(outs, tile.outs))](
-        x, dy, parts, dy[0].numel() // outs, in_words, out_words, turns,
+    _weight_kernel[(cut.parts, len(x), cut.blocks)](
+        x, dy, parts, dy[0].numel() // outs, in_words, out_words, cut.turns,
         PRECISION=precision(), IN_WORD=in_word, OUT_WORD=out_word, PIXELS=tile.pixels, TERMS=tile.terms,
         BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

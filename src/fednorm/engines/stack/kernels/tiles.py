@@ -15,6 +15,10 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
+    def gathers(self, channels: int) -> bool:
+        """Whether a turn has terms of several taps, each of which has so few channels."""
+        return channels < self.terms
+
 
 def power_of_2(number: int) -> int:
     """The smallest power of 2 that is not below.
@@ -96,7 +100,7 @@ def weight_cut(ins: int, outs: int, taps: int, pixels: int, clients: int, wide: 
     """How the gradient of a convolution's weights is cut; `pixels` are those of a client's output."""
     tile, programs = weight_tile(taps * ins, outs, wide)
     # The terms of a program are of one tap, unless a tap has very few channels.
-    each = -(-taps * ins // tile.terms) if ins < tile.terms else taps * -(-ins // tile.terms)
+    each = -(-taps * ins // tile.terms) if tile.gathers(ins) else taps * -(-ins // tile.terms)
     blocks = each * -(-outs // tile.outs)
     return tile, _cut(pixels, tile.pixels, blocks, clients, programs, fewest=4)
 

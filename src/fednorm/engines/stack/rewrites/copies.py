@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from fednorm.engines.stack.rewrites.nodes import same_type
+from fednorm.engines.stack.rewrites.nodes import behind, same_type
 
 _aten = torch.ops.aten
 _SHAPES = {_aten.reshape.default, _aten.unsqueeze.default, _aten.expand.default}
@@ -57,9 +57,8 @@ def drop_clone(graph: Graph, node: Node) -> None:
 def drop_times_one(graph: Graph, product: Node) -> None:
     """A product with ones, which is how a gradient begins, is the other factor."""
     for one, other in (product.args, reversed(product.args)):
-        while isinstance(one, Node) and one.target in _SHAPES:
-            one = one.args[0]
-        ones = isinstance(one, Node) and one.target is _aten.ones_like.default
+        first = behind(one, _SHAPES)
+        ones = isinstance(first, Node) and first.target is _aten.ones_like.default
         if ones and isinstance(other, Node) and same_type(product, other):
             product.replace_all_uses_with(other)
             return

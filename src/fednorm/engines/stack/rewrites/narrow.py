@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from fednorm.engines.stack.kernels import depth_ops as depth_ops  # makes the operators known to torch
 from fednorm.engines.stack.kernels import element_ops as element_ops
 from fednorm.engines.stack.kernels import layer_ops as layer_ops
+from fednorm.engines.stack.rewrites.nodes import call
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
 _VIEWS = {
@@ -82,7 +83,4 @@ def _call_after(graph: Graph, place: Node, target: Any, args: tuple[Any, ...]) -
     while place.next.op == "placeholder":
         place = place.next
     with graph.inserting_after(max(place, source)):
-        node = graph.call_function(target, args)
-    values = [each.meta["val"] if isinstance(each, Node) else each for each in args]
-    node.meta = {"val": target(*values)}
-    return node
+        return call(graph, target, args)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fednorm.engines.stack.kernels import ops
-from fednorm.engines.stack.kernels.tiles import ALONE, DEPTH_PIXELS, FEW_ROWS
+from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS
 from fednorm.engines.stack.rewrites.nodes import all_after, move_before, only_user, other_summand, output, replace_by
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
@@ -103,110 +103,6 @@ def take_in_bias_grad(graph: Graph, behind: Node) -> None:
     total.replace_all_uses_with(shaped)
     for gone in (total, behind):
         graph.erase_node(gone)
-
-
-def take_in_parts(graph: Graph, update: Node) -> None:
-    """Gradients need not be joined before an update, which takes them side by side."""
-    grads: Any = update.args[1]
-    cat = grads[0] if len(grads) == 1 else None
-    if isinstance(cat, Node) and cat.target is _aten.cat.default and cat.args[1:] == (1,) and len(cat.users) == 1:
-        update.args = (update.args[0], list(cat.args[0]), *update.args[2:])  # type: ignore[call-overload]
-
-
-def take_in_sums(graph: Graph, update: Node) -> None:
-    """Gradients of filters are left in parts, which an update adds where it uses them, if nothing else reads them."""
-    grads: Any = update.args[1]
-    update.args = (update.args[0], [_in_parts(graph, grad) or grad for grad in grads], *update.args[2:])
-
-
-_IN_PARTS: dict[Any, Any] = {
-    _own.conv_weight_grad.default: _own.conv_weight_grad_parts.default,
-    _own.depthwise_weight_grad.default: _own.depthwise_weight_grad_parts.default,
-}
-_AS_IT_LIES = [0, 1, 3, 4, 2]
-"""How the axes of a filter's gradient are permuted to be in the order they have in memory."""
-
-
-def _in_parts(graph: Graph, row: Any) -> Node | None:
-    """A gradient (client, number) in parts, if it is that of filters, as they lie in memory, and nothing else's."""
-    chain = [row]
-    for view in (_aten.reshape.default, _aten.permute.default):
-        if isinstance(chain[-1], Node) and chain[-1].target is view:
-            chain.append(chain[-1].args[0])
-    grad = chain[-1]
-    if not isinstance(grad, Node) or grad.target not in _IN_PARTS or any(len(node.users) > 1 for node in chain):
-        return None
-    turned, shape = chain[1:-1], grad.meta["val"].shape
-    lies = turned[0].args[1] == _AS_IT_LIES if turned else shape[2] == 1
-    if not lies or row.meta["val"].shape != (shape[0], shape[1:].numel()):
-        return None
-    with graph.inserting_before(grad):
-        parts = graph.call_function(_IN_PARTS[grad.target], grad.args)
-    values = [each.meta["val"] if isinstance(each, Node) else each for each in grad.args]
-    parts.meta = {"val": _IN_PARTS[grad.target](*values)}
-    return parts
-
-
-def drop_idle_bias_grads(graph: Graph, update: Node) -> None:
-    """A bias in front of a batch norm, which takes the mean away again, has the gradient 0: a sum of no parts.
-
-    Computed, it is the rounding of what the batch norm hands back.
-    """
-    grads: Any = update.args[1]
-    left = []
-    for grad in grads:
-        taken = grad
-        if isinstance(grad, Node) and _is_idle(grad):
-            clients, numbers = grad.meta["val"].shape
-            with graph.inserting_before(update):
-                taken = graph.call_function(_aten.new_empty.default, (update.args[0], [clients, 0, numbers]))
-            taken.meta = {"val": grad.meta["val"].new_empty(clients, 0, numbers)}
-        left.append(taken)
-    update.args = (update.args[0], left, *update.args[2:])
-
-
-def _is_idle(grad: Node) -> bool:
-    """Whether a gradient is the sum over images and pixels of what a norm by batch statistics hands back."""
-    total = _behind(grad, {_aten.reshape.default, _aten._to_copy.default})
-    if total.target is not _aten.sum.dim_IntList:
-        return False
-    shape = total.args[0].meta["val"].shape  # type: ignore[union-attr]
-    handed = _behind(total.args[0], {_aten.reshape.default})
-    if handed.target is not operator.getitem or handed.args[1] != 0:
-        return False
-    norm: Any = handed.args[0]
-    if norm.target is not _own.norm_grad.default or not norm.args[5]:
-        return False
-    kept = [axis for axis in range(len(shape)) if axis not in [each % len(shape) for each in total.args[1]]]  # type: ignore[union-attr]
-    return kept == [0, 2] and shape[:3] == handed.meta["val"].shape[:3]
-
-
-def _behind(node: Any, views: set[Any]) -> Node:
-    """What these operators, one upon the other, were given first."""
-    while node.target in views:
-        node = node.args[0]
-    return node
-
-
-def take_in_products(graph: Graph, sgd: Node) -> None:
-    """SGD computes the gradients of large linear layers' weights itself where nothing else asks for them."""
-    value, gradients, velocity, *numbers = sgd.args[:6]
-    grads: Any = gradients
-    products = [_product(grad) for grad in grads]
-    layers = [product.args for product in products if product]
-    if layers:
-        left = [None if product else grad for grad, product in zip(grads, products, strict=True)]
-        sgd.args = (value, left, velocity, *numbers, *map(list, zip(*layers, strict=True)))  # type: ignore[assignment]
-
-
-def _product(grad: Any) -> Node | None:
-    """The operator that makes a gradient, if it is that of large weights from few rows, and the gradient's only use."""
-    while isinstance(grad, Node) and grad.target is _aten.reshape.default and len(grad.users) == 1:
-        grad = grad.args[0]
-    if not isinstance(grad, Node) or grad.target is not _own.linear_weight_grad.default or len(grad.users) != 1:
-        return None
-    weights, x = grad.meta["val"], grad.args[0].meta["val"]  # type: ignore[union-attr]
-    return grad if weights[0].numel() >= ALONE and x.shape[1] <= FEW_ROWS else None
 
 
 def share_moments(graph: Graph, norm: Node) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,12 +51,25 @@ def all_after(first: Node, nodes: list[Node]) -> bool:
     return all(first < node for node in nodes)
 
 
+def call(graph: Graph, target: Any, args: tuple[Any, ...]) -> Node:
+    """A call at the place where the graph inserts, which knows what it returns."""
+    node = graph.call_function(target, args)
+    values = [each.meta["val"] if isinstance(each, Node) else each for each in args]
+    node.meta = {"val": target(*values)}
+    return node
+
+
+def behind(node: Any, operators: Collection[Any]) -> Any:
+    """What these operators, one upon the other, were given first."""
+    while isinstance(node, Node) and node.target in operators:
+        node = node.args[0]
+    return node
+
+
 def replace_call(graph: Graph, gone: Node, target: Any, args: tuple[Any, ...]) -> None:
     """Let another operator, with a result of the same shape and type, stand in a node's place."""
     with graph.inserting_before(gone):
-        node = graph.call_function(target, args)
-    values = [each.meta["val"] if isinstance(each, Node) else each for each in args]
-    node.meta = {"val": target(*values)}
+        node = call(graph, target, args)
     gone.replace_all_uses_with(node)
     graph.erase_node(gone)
 
