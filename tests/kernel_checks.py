@@ -1,6 +1,7 @@
 """The Triton kernels against plain torch: run as a script, on a GPU or (with TRITON_INTERPRET=1) in the interpreter.
 
-A script of its own, since Triton decides about its interpreter once, when it is imported.
+A script of its own, since Triton decides about its interpreter once, when it is imported. Activations are float32 and
+bfloat16; of those torch is given the same rounded numbers, and calculates with them in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +31,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def close(left: Tensor, right: Tensor, tolerance: float = 1e-4) -> None:
-    assert torch.allclose(left, right, rtol=tolerance, atol=tolerance), float((left - right).abs().max())
+    """Up to some multiple of a tolerance for numbers in single precision, or of the rounding of narrow ones."""
+    tolerance = max(tolerance, 8e-3) if left.dtype == torch.bfloat16 else tolerance
+    assert torch.allclose(left.to(right.dtype), right, rtol=tolerance, atol=tolerance), float(
+        (left - right).abs().max()
+    )
+
+
+def rounded(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Numbers in this type, and the same ones in float32."""
+    narrow = value.to(dtype)
+    return narrow, narrow.float()
+
+
+def draw(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
+    return rounded(torch.randn(*shape, device=DEVICE), dtype)
 
 
 def apart(value: Tensor) -> Tensor:
@@ -41,25 +56,28 @@ def apart(value: Tensor) -> Tensor:
     return wide[:, 16 : 16 + flat.shape[1]].view(value.shape)
 
 
-def check_conv(ins: int, outs: int, stride: int, padding: int, kernel: int, size: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(2, 3, ins, size, size, device=DEVICE)
-    w = torch.randn(2, outs, ins, kernel, kernel, device=DEVICE) * 0.1
+def check_conv(
+    dtype: torch.dtype, ins: int, outs: int, stride: int, padding: int, kernel: int, size: int
+) -> tuple[Tensor, Tensor]:
+    given, x = draw(dtype, 2, 3, ins, size, size)
+    filters, w = rounded(0.1 * torch.randn(2, outs, ins, kernel, kernel, device=DEVICE), dtype)
     y = torch.stack([functional.conv2d(a, b, None, stride, padding) for a, b in zip(x, w, strict=True)])
-    dy, extra = torch.randn_like(y), torch.randn_like(x)
+    (away, dy), (addend, extra) = draw(dtype, *y.shape), draw(dtype, *x.shape)
     shape = conv.Shape(stride, padding, padding, kernel, kernel)
-    filters = apart(channels_last(w))
+    filters = apart(channels_last(filters))
     height, width = y.shape[3:]
-    got, parts = conv.run_conv(channels_last(x), filters, (height, width), shape, moments=True)
+    got, parts = conv.run_conv(channels_last(given), filters, (height, width), shape, moments=True)
     close(channels_second(got), y)
     bias = apart(torch.randn(2, outs, device=DEVICE))
-    shifted, _ = conv.run_conv(channels_last(x), filters, (height, width), shape, bias=bias, relu=True)
+    shifted, _ = conv.run_conv(channels_last(given), filters, (height, width), shape, bias=bias, relu=True)
     close(channels_second(shifted), (y + bias[:, None, :, None, None]).relu())
     each = list(zip(x, w, dy, strict=True))
     dx = torch.stack([grad.conv2d_input(a.shape, b, c, stride, padding) for a, b, c in each])
-    back, _ = conv.run_conv(channels_last(dy), filters, (size, size), shape, backward=True, addend=channels_last(extra))
+    addend = channels_last(addend)
+    back, _ = conv.run_conv(channels_last(away), filters, (size, size), shape, backward=True, addend=addend)
     close(channels_second(back), dx + extra)
     dw = torch.stack([grad.conv2d_weight(a, b.shape, c, stride, padding) for a, b, c in each])
-    found = conv.run_weight_grad(channels_last(x), channels_last(dy), shape)
+    found = conv.run_weight_grad(channels_last(given), channels_last(away), shape)
     assert found.shape[1] == 1 or height * width > 64
     close(channels_second(found.sum(1)), dw)
     return got, parts
@@ -81,22 +99,25 @@ def check_parts_are_foreseen() -> None:
                 assert found.shape[1] > 1
 
 
-def check_depthwise(channels: int, kernel: int, stride: int, padding: int, dilation: int, size: int) -> None:
+def check_depthwise(
+    dtype: torch.dtype, channels: int, kernel: int, stride: int, padding: int, dilation: int, size: int
+) -> None:
     """A filter for each channel, each way; where its tiles leave moments, a batch norm with a ReLU6 joins them."""
-    x = torch.randn(2, 3, channels, size, size + 2, device=DEVICE)
-    w = torch.randn(2, channels, 1, kernel, kernel, device=DEVICE)
+    given, x = draw(dtype, 2, 3, channels, size, size + 2)
+    filters, w = draw(dtype, 2, channels, 1, kernel, kernel)
     numbers = stride, padding, dilation, channels
     y = torch.stack([functional.conv2d(a, b, None, *numbers) for a, b in zip(x, w, strict=True)])
-    dy, shape = torch.randn_like(y), depthwise.Depth(stride, padding, padding, kernel, kernel, dilation)
-    filters, out, even = apart(w.squeeze(2)), (y.shape[3], y.shape[4]), y.shape[3] % 2 == 0
-    got, parts = depthwise.run_depthwise(channels_last(x), filters, out, shape, moments=even)
+    away, dy = draw(dtype, *y.shape)
+    shape = depthwise.Depth(stride, padding, padding, kernel, kernel, dilation)
+    filters, out, even = apart(filters.squeeze(2)), (y.shape[3], y.shape[4]), y.shape[3] % 2 == 0
+    got, parts = depthwise.run_depthwise(channels_last(given), filters, out, shape, moments=even)
     close(channels_second(got), y)
     each = list(zip(x, w, dy, strict=True))
     dx = torch.stack([grad.conv2d_input(a.shape, b, c, *numbers) for a, b, c in each])
-    back, _ = depthwise.run_depthwise(channels_last(dy), filters, (size, size + 2), shape, backward=True)
+    back, _ = depthwise.run_depthwise(channels_last(away), filters, (size, size + 2), shape, backward=True)
     close(channels_second(back), dx)
     dw = torch.stack([grad.conv2d_weight(a, b.shape, c, *numbers) for a, b, c in each])
-    close(depthwise.run_filter_grad(channels_last(x), channels_last(dy), shape).sum(1), dw.squeeze(2))
+    close(depthwise.run_filter_grad(channels_last(given), channels_last(away), shape).sum(1), dw.squeeze(2))
     if even:
         check_norm(got, (parts, DEPTH_PIXELS), training=True, ceiling=0.5)
 
@@ -104,7 +125,7 @@ def check_depthwise(channels: int, kernel: int, stride: int, padding: int, dilat
 def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool, ceiling: float | None = None) -> None:
     """A batch norm with what a residual block adds and a ReLU, or one with a ceiling, forward and backward."""
     clients, channels = len(x), x.shape[-1]
-    x = x.detach().requires_grad_()
+    given, x = x, x.float().requires_grad_()
     gamma, beta = (torch.rand(clients, channels, device=DEVICE).requires_grad_() for _ in range(2))
     running = norm.Running(
         apart(torch.randn(clients, channels, device=DEVICE)),
@@ -116,16 +137,19 @@ def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool, ceil
     def spread(values: Tensor) -> Tensor:
         return values[:, None, None, None]
 
-    extra = torch.randn_like(x)
+    addend, extra = draw(given.dtype, *x.shape)
     open_ended = (x - spread(mean)) * spread((var + 1e-5).rsqrt() * gamma) + spread(beta) + extra
     y = open_ended.clamp(0, ceiling)
     # Where the output bends, rounding decides which way a gradient goes.
     bends = (0.0,) if ceiling is None else (0.0, ceiling)
-    dy = torch.randn_like(y) * torch.stack([(open_ended - bend).abs() > 1e-4 for bend in bends]).all(0)
+    near = 1e-4 if given.dtype == torch.float32 else 4e-3
+    away, dy = draw(given.dtype, *y.shape)
+    for each in (away, dy):
+        each *= torch.stack([(open_ended - bend).abs() > near for bend in bends]).all(0)
     wanted = torch.autograd.grad(y, (x, gamma, beta), dy)
     with torch.no_grad():
         got, got_mean, got_var, moved = norm.run_norm(
-            x.detach(), apart(gamma), apart(beta), running, training=training, rate=0.1, eps=1e-5, addend=extra,
+            given, apart(gamma), apart(beta), running, training=training, rate=0.1, eps=1e-5, addend=addend,
             relu=True, ceiling=ceiling, parts=parts,
         )  # fmt: skip
         for left, right in ((got, y), (got_mean, mean), (got_var, var)):
@@ -136,7 +160,7 @@ def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool, ceil
             close(moved.var, 0.9 * running.var + 0.1 * var * count / (count - 1))
             assert torch.equal(moved.counter, running.counter + 1)
         *grads, masked = norm.run_norm_grad(
-            x.detach(), dy, got_mean, got_var, apart(gamma),
+            given, away, got_mean, got_var, apart(gamma),
             training=training, eps=1e-5, y=got, ceiling=ceiling, masked=True,
         )  # fmt: skip
         for left, right in zip(grads, wanted, strict=True):
@@ -144,29 +168,30 @@ def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool, ceil
         close(masked, dy * ((got > 0) & (got < (ceiling or torch.inf))))
 
 
-def check_many_parts() -> None:
+def check_many_parts(dtype: torch.dtype) -> None:
     """So many parts of moments, and chunks of a gradient's sums, that a launch of its own joins them."""
-    x = torch.randn(1, 3, 97, 97, 64, device=DEVICE) + 3
-    pixels = x.flatten(1, 3).split(100, 1)
+    x = (torch.randn(1, 3, 97, 97, 64, device=DEVICE) + 3).to(dtype)
+    pixels = x.float().flatten(1, 3).split(100, 1)
     moments = [torch.stack([part.mean(1), (part - part.mean(1, True)).square().sum(1)], 1) for part in pixels]
     check_norm(x, (torch.stack(moments, 1), 100), training=True)
 
 
-def check_group_norm(channels: int, groups: int, size: int) -> None:
+def check_group_norm(dtype: torch.dtype, channels: int, groups: int, size: int) -> None:
     """A group norm with what a residual block adds and a ReLU, forward and backward."""
-    x = torch.randn(2, 3, size, size, channels, device=DEVICE, requires_grad=True)
+    given, x = draw(dtype, 2, 3, size, size, channels)
+    x.requires_grad_()
     gamma, beta = (torch.rand(2, channels, device=DEVICE).requires_grad_() for _ in range(2))
-    extra = torch.randn_like(x)
+    addend, extra = draw(dtype, *x.shape)
     each = zip(channels_second(x), gamma, beta, strict=True)
     y = channels_last(torch.stack([functional.group_norm(image, groups, g, b) for image, g, b in each]))
     y = torch.relu(y + extra)
-    dy = torch.randn_like(y)
+    away, dy = draw(dtype, *y.shape)
     wanted = torch.autograd.grad(y, (x, gamma, beta), dy)
     with torch.no_grad():
         rows = apart(gamma)
-        got, mean, inverse = group_norm.run_group_norm(x, rows, apart(beta), groups, 1e-5, addend=extra, relu=True)
+        got, mean, inverse = group_norm.run_group_norm(given, rows, apart(beta), groups, 1e-5, addend=addend, relu=True)
         close(got, y)
-        *grads, masked = group_norm.run_group_norm_grad(x, dy, mean, inverse, rows, groups, y=got, masked=True)
+        *grads, masked = group_norm.run_group_norm_grad(given, away, mean, inverse, rows, groups, y=got, masked=True)
         for left, right in zip(grads, wanted, strict=True):
             close(left, right, 1e-3)
         close(masked, dy * (got > 0))
@@ -219,7 +244,7 @@ def check_no_number(client: int) -> None:
     assert elements.run_relu_grad(dy, x)[0].isnan().eq(~(x <= 0)).all()
 
 
-def check_images(spec: str) -> None:
+def check_images(dtype: torch.dtype, spec: str) -> None:
     chain = parse(spec)
     pool = torch.randint(0, 256, (9, 3, 12, 10), dtype=torch.uint8, device=DEVICE)
     rows = torch.randint(0, 9, (2, 5), device=DEVICE)
@@ -233,46 +258,47 @@ def check_images(spec: str) -> None:
     each = zip(pool[rows], drawn, strict=True)
     raw = torch.stack([apply(x, None, numbers, chain)[0] if chain.steps else x for x, numbers in each])
     wanted = (raw.float() / 255 - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
-    got = take_images(pool, rows, drawn, plan, torch.stack([mean, std]), before[-1], torch.float32)
+    got = take_images(pool, rows, drawn, plan, torch.stack([mean, std]), before[-1], dtype)
     close(channels_second(got), wanted, 1e-6)
 
 
-def check_dropout(shape: tuple[int, ...], p: float) -> None:
-    x, keys = torch.randn(2, *shape, device=DEVICE), rng.key(3, torch.arange(2)).to(DEVICE)
+def check_dropout(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
+    (given, x), keys = draw(dtype, 2, *shape), rng.key(3, torch.arange(2)).to(DEVICE)
     wanted = torch.where(rng.uniform(keys, shape) >= p, x / (1 - p), 0)
-    close(elements.run_dropout(x, keys, p, 1, 1), wanted, 1e-6)
+    close(elements.run_dropout(given, keys, p, 1, 1), wanted, 1e-6)
     if len(shape) == 4:
-        got = elements.run_dropout(channels_last(x), keys, p, shape[1], shape[2] * shape[3])
+        got = elements.run_dropout(channels_last(given), keys, p, shape[1], shape[2] * shape[3])
         close(channels_second(got), wanted, 1e-6)
 
 
-def check_pool(side: int, height: int, width: int) -> None:
+def check_pool(dtype: torch.dtype, side: int, height: int, width: int) -> None:
     x = torch.randint(0, 4, (2, 3, 5, height, width), device=DEVICE).float()  # small numbers, so that many are equal
     x = x.flatten(0, 1).requires_grad_()
     y = functional.max_pool2d(x, side)
-    dy = torch.randn_like(y)
+    away, dy = draw(dtype, *y.shape)
     (dx,) = torch.autograd.grad(y, x, dy)
-    x, dy = (channels_last(each.detach().unflatten(0, (2, 3))) for each in (x, dy))
-    close(channels_second(elements.run_max_pool(x, side)).flatten(0, 1), y)
-    close(channels_second(elements.run_max_pool(x, side, dy)).flatten(0, 1), dx)
+    given, away = (channels_last(each.detach().unflatten(0, (2, 3)).to(dtype)) for each in (x, away))
+    close(channels_second(elements.run_max_pool(given, side)).flatten(0, 1), y)
+    close(channels_second(elements.run_max_pool(given, side, away)).flatten(0, 1), dx)
 
 
-def check_thin(stride: int, before: int, after: int, height: int, width: int) -> None:
-    x = torch.randn(2, 3, 5, height, width, device=DEVICE, requires_grad=True)
+def check_thin(dtype: torch.dtype, stride: int, before: int, after: int, height: int, width: int) -> None:
+    given, x = draw(dtype, 2, 3, 5, height, width)
+    x.requires_grad_()
     y = functional.pad(x[..., ::stride, ::stride], (0, 0, 0, 0, before, after))
-    dy = torch.randn_like(y)
+    away, dy = draw(dtype, *y.shape)
     (dx,) = torch.autograd.grad(y, x, dy)
     size, channels = (y.shape[3], y.shape[4]), y.shape[2]
-    got = elements.run_thin(channels_last(x.detach()), size, channels, before, stride, backward=False)
+    got = elements.run_thin(channels_last(given), size, channels, before, stride, backward=False)
     close(channels_second(got), y)
-    got = elements.run_thin(channels_last(dy), (height, width), 5, before, stride, backward=True)
+    got = elements.run_thin(channels_last(away), (height, width), 5, before, stride, backward=True)
     close(channels_second(got), dx)
 
 
-def check_relu_grad(channels: int) -> None:
-    y, dy = (torch.randn(2, 3, 9, 7, channels, device=DEVICE) for _ in range(2))
+def check_relu_grad(dtype: torch.dtype, channels: int) -> None:
+    (given, y), (away, dy) = (draw(dtype, 2, 3, 9, 7, channels) for _ in range(2))
     wanted = dy * (y > 0)
-    got, sums = elements.run_relu_grad(dy, y)
+    got, sums = elements.run_relu_grad(away, given)
     close(got, wanted)
     close(sums, wanted.sum((1, 2, 3)), 1e-3)
 
@@ -320,15 +346,16 @@ def check_sgd(sizes: Sizes, momentum: bool, in_place: bool) -> None:
         close(new[1], step, 1e-5)
 
 
-def check_sgd_of_layers(momentum: bool) -> None:
+def check_sgd_of_layers(dtype: torch.dtype, momentum: bool) -> None:
     """Weights of linear layers between others: as if their gradients had been given, up to the order of sums."""
     clients, ends = 2, (3, 5, 70)
-    layers = [
-        (torch.randn(clients, rows, ins, device=DEVICE), torch.randn(clients, rows, outs, device=DEVICE))
-        for rows, ins, outs in ((20, 130, 40), (70, 16, 33))
-    ]
+    layers, wide = [], []
+    for rows, ins, outs in ((20, 130, 40), (70, 16, 33)):
+        (x, wide_x), (dy, wide_dy) = draw(dtype, clients, rows, ins), draw(dtype, clients, rows, outs)
+        layers.append((x, dy))
+        wide.append((wide_x, wide_dy))
     others = [torch.randn(clients, size, device=DEVICE) for size in ends]
-    products = [(dy.mT @ x).flatten(1) for x, dy in layers]
+    products = [(dy.mT @ x).flatten(1) for x, dy in wide]
     whole = [others[0], products[0], products[1], *others[1:]]
     left = [others[0], None, None, *others[1:]]
     numbers = sum(grad.shape[1] for grad in whole)
@@ -383,9 +410,7 @@ def check_entropy(batch: int, classes: int) -> None:
     assert run_entropy(x, y, -7)[0].isnan().all()
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+def check_layers(dtype: torch.dtype) -> None:
     for case in (
         (3, 16, 1, 1, 3, 8),
         (6, 10, 2, 3, 7, 9),
@@ -400,13 +425,13 @@ def main() -> None:
         (16, 16, 1, 1, 3, 20),
         (20, 16, 1, 0, 1, 20),
     ):
-        y, parts = check_conv(*case)
+        y, parts = check_conv(dtype, *case)
         pixels = y.numel() // (len(y) * y.shape[-1])
-        for moments in (None, (parts, conv_tile(*case[:2], pixels, wide=True).pixels)):
+        for moments in (None, (parts, conv_tile(*case[:2], pixels, wide=dtype == torch.float32).pixels)):
             check_norm(y, moments, training=True)
         check_norm(y, None, training=False)
     for case in ((16, 2, 8), (32, 1, 3), (8, 8, 5)):
-        check_group_norm(*case)
+        check_group_norm(dtype, *case)
     for case in (
         (40, 3, 1, 1, 1, 8),
         (5, 3, 2, 1, 1, 7),
@@ -415,26 +440,39 @@ def main() -> None:
         (3, 7, 1, 3, 1, 5),
         (6, 3, 1, 2, 2, 6),
     ):
-        check_depthwise(*case)
+        check_depthwise(dtype, *case)
+    check_many_parts(dtype)
+    for spec in ("none", "crop(2)+flip", "flip+rotate(20)+crop(1)", "crop(2)+window(8)+rotate(30)"):
+        check_images(dtype, spec)
+    check_dropout(dtype, (5, 7), 0.5)
+    check_dropout(dtype, (3, 4, 5, 6), 0.25)
+    for case in ((2, 8, 6), (2, 7, 9), (3, 7, 6)):
+        check_pool(dtype, *case)
+    for case in ((2, 2, 3, 8, 8), (2, 0, 0, 7, 5), (3, 1, 0, 6, 7), (1, 4, 4, 3, 3)):
+        check_thin(dtype, *case)
+    for channels in (3, 32, 70):
+        check_relu_grad(dtype, channels)
+    for momentum in (False, True):
+        check_sgd_of_layers(dtype, momentum)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    if ops.INTERPRETED:
+        import narrow_interpreter
+
+        narrow_interpreter.teach()
+    for dtype in (torch.float32, torch.bfloat16):
+        check_layers(dtype)
     for case in ((5, 3, 3), (16, 16, 3), (3, 40, 1)):
         for standard in (Standard(1.0, 3.0, 0.0, 1e-5), Standard(1.7, 1.0, 1e-2, 0.0)):
             check_standardise(*case, standard)
     check_parts_are_foreseen()
-    check_many_parts()
     if DEVICE == "cpu":
         check_far_apart()
     check_no_number(0)
     check_no_number(1)
-    for spec in ("none", "crop(2)+flip", "flip+rotate(20)+crop(1)", "crop(2)+window(8)+rotate(30)"):
-        check_images(spec)
-    check_dropout((5, 7), 0.5)
-    check_dropout((3, 4, 5, 6), 0.25)
-    for case in ((2, 8, 6), (2, 7, 9), (3, 7, 6)):
-        check_pool(*case)
-    for case in ((2, 2, 3, 8, 8), (2, 0, 0, 7, 5), (3, 1, 0, 6, 7), (1, 4, 4, 3, 3)):
-        check_thin(*case)
-    for channels in (3, 32, 70):
-        check_relu_grad(channels)
     for case in ((5, 3), (20, 10), (70, 100)):
         check_entropy(*case)
     check_fold(4, 1500)
@@ -449,7 +487,6 @@ def main() -> None:
             (NONE[1:2], True),
         ):
             check_sgd(layers, momentum, in_place)
-        check_sgd_of_layers(momentum)
     for update in (AdamUpdate(), AdamUpdate(0.8, 0.99, 1e-3, decoupled=True)):
         check_adam(FEW, update, in_place=True)
         check_adam(LARGE, update, in_place=False)

@@ -26,6 +26,10 @@ from fednorm.models.mobilenet import InvertedResidual
 from fednorm.running.run import Run
 from test_stacked import gap
 
+if ops.INTERPRETED:
+    import narrow_interpreter
+
+    narrow_interpreter.teach()
 pytestmark = pytest.mark.skipif(not ops.INTERPRETED, reason="Triton does not interpret here")
 KERNELS = (
     ("run_conv", "run_weight_grad", "run_point", "run_point_weight_grad"),
@@ -125,13 +129,18 @@ def both(model: nn.Module, method: str, **changes: object) -> tuple[Run, Run]:
     model = model.float()
     wanted = {**CHANGES, **changes}
     reference = tiny.play(tiny.plan(method, model=copy.deepcopy(model), engine__name="sequential", **wanted))
-    plan = tiny.plan(method, model=model, engine__name="stacked", **wanted)
-    assert use_kernels(plan.prepared.model)
+    return reference, on_the_device(model, method, None, **wanted)
+
+
+def on_the_device(model: nn.Module, method: str, narrow: torch.dtype | None, **changes: object) -> Run:
+    """A run that stays there, in programs with the stack's own operators."""
+    plan = tiny.plan(method, model=model, engine__name="stacked", **changes)
+    assert use_kernels(plan.prepared.model, narrow)
     run = tiny.play(plan)
     assert isinstance(run.server.held, StackSlot)
     assert not run.server.held.stack.refused
     assert all(run.server.held.stack.ways.of(phase) is Way.FUSED for phase in plan.phases)
-    return reference, run
+    return run
 
 
 @pytest.mark.parametrize(
@@ -170,6 +179,31 @@ def test_what_takes_the_place_of_batch_norms_goes_through_kernels(
     reference, run = both(residual(), method, train__local_steps=2)
     assert gap(reference, run) < 2e-4
     assert launched.keys() >= ALWAYS | own
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        *((name, "fedavg") for name in MODELS),
+        ("residual", "fedwon"),
+        ("residual", "fedavg+gn(groups=2)+ws"),
+        ("residual", "fedavg+in"),
+    ],
+)
+def test_rounds_in_bf16_through_the_kernels_equal_those_through_their_references(
+    model: str, method: str, launched: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both round at the same places; how their sums are ordered decides about a rounding now and then."""
+    torch.manual_seed(0)
+    make = MODELS[model][0]().float()
+    changes = {**CHANGES, "train__local_steps": 2}
+    kernels = on_the_device(copy.deepcopy(make), method, torch.bfloat16, **changes)
+    assert launched.keys() >= ALWAYS
+    launched.clear()
+    monkeypatch.setattr(ops, "_TYPES", ())
+    references = on_the_device(make, method, torch.bfloat16, **changes)
+    assert not launched
+    assert gap(kernels, references) < 1e-3
 
 
 @pytest.mark.parametrize("optimizer", ["adam(eps=1e-3)", "adamw(eps=1e-3)"])

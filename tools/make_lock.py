@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-APART = {"triton.txt": "triton==3.9.0"}
-"""What the tests of kernels install beside all else."""
+APART = {"triton.txt": "triton==3.9.0\nml-dtypes==0.6.0\n"}
+"""What the tests of kernels install beside all else: bfloat16 is a type of numpy's with the second."""
 LOCKS = ROOT / "locks"
 HEAD = "# Versions of {} with the hashes of their files; `make lock` writes it.\n"
 NVFLARE = "constraints-nvflare.txt"

@@ -21,6 +21,7 @@ from fednorm.engines.stack.kernels.ops import (
     merge_groups,
     moments_of,
     split_groups,
+    wide,
 )
 from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, depth_rows, filter_cut
 
@@ -58,9 +59,9 @@ def depthwise(x: Tensor, w: Tensor, stride: int, padding: list[int], dilation: i
     """A convolution of each channel with a filter of its own, w (client, channel, 1, height, width)."""
     if kernels_fit(x):
         return _convolved(x, w, stride, padding, dilation, moments=False)[0]
-    clients, each = len(w), w.flatten(0, 1).to(x.dtype)
-    y = functional.conv2d(merge_groups(x), each, None, stride, padding, dilation, len(each))
-    return channels_second(channels_last(split_groups(y, clients)))
+    clients, each = len(w), wide(w.to(x.dtype)).flatten(0, 1)
+    y = functional.conv2d(merge_groups(wide(x)), each, None, stride, padding, dilation, len(each))
+    return channels_second(channels_last(split_groups(y, clients).to(x.dtype)))
 
 
 @depthwise.register_fake
@@ -100,11 +101,11 @@ def depthwise_input_grad(
         shape = _shape(list(w.shape[3:]), stride, padding, dilation)
         grad, _ = run_depthwise(channels_last(dy), _filters(w), (size[0], size[1]), shape, backward=True)
         return channels_second(grad)
-    clients, each = len(w), w.flatten(0, 1).to(dy.dtype)
+    clients, each = len(w), wide(w.to(dy.dtype)).flatten(0, 1)
     shape = (dy.shape[1], len(each), *size)
     pads = cast(int, tuple(padding))
-    dx = conv2d_input(shape, each, merge_groups(dy), stride, pads, dilation, len(each))
-    return channels_second(channels_last(split_groups(dx, clients)))
+    dx = conv2d_input(shape, each, merge_groups(wide(dy)), stride, pads, dilation, len(each))
+    return channels_second(channels_last(split_groups(dx, clients).to(dy.dtype)))
 
 
 @depthwise_input_grad.register_fake
@@ -129,8 +130,9 @@ def depthwise_weight_grad(
         return added(_filter_grad_kernel(x, dy, kernel, stride, padding, dilation)).unsqueeze(2)
     clients, channels = len(x), len(x) * x.shape[2]
     pads = cast(int, tuple(padding))
-    dw = conv2d_weight(merge_groups(x), (channels, 1, *kernel), merge_groups(dy), stride, pads, dilation, channels)
-    return dw.unflatten(0, (clients, -1)).to(master_type(x)).contiguous()
+    numbers = stride, pads, dilation, channels
+    dw = conv2d_weight(merge_groups(wide(x)), (channels, 1, *kernel), merge_groups(wide(dy)), *numbers)
+    return dw.unflatten(0, (clients, -1)).contiguous()
 
 
 @depthwise_weight_grad.register_fake

@@ -18,7 +18,7 @@ from fednorm.engines.stack.kernels.tiles import conv_tile, weight_cut
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton plays kernels on the CPU, number by number: slow, for tests, and without narrow types."""
+"""Whether Triton plays kernels on the CPU, number by number: slow, for tests, which teach it narrow types."""
 _TYPES = (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,6 +56,11 @@ def channels_second(x: Tensor) -> Tensor:
 def master_type(x: Tensor) -> torch.dtype:
     """The type gradients of weights have: that of the master weights, also where activations are narrower."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def wide(x: Tensor) -> Tensor:
+    """Numbers as the kernels calculate with them, whatever they are read and written as."""
+    return x.to(master_type(x))
 
 
 def merge_groups(x: Tensor) -> Tensor:
@@ -101,11 +106,10 @@ def conv(
     """A convolution with weights per client, with a bias (client, channel) and a ReLU behind it."""
     if kernels_fit(x):
         return _conv_kernel(x, w, stride, padding, bias, relu, moments=False)[0]
-    clients = len(w)
-    y = functional.conv2d(merge_groups(x), w.flatten(0, 1).to(x.dtype), None, stride, padding, 1, clients)
-    y = split_groups(y, clients)
-    y = y if bias is None else y + _spread(bias).to(y.dtype)
-    return channels_second(channels_last(y.relu() if relu else y))
+    clients, each = len(w), wide(w.to(x.dtype)).flatten(0, 1)
+    y = split_groups(functional.conv2d(merge_groups(wide(x)), each, None, stride, padding, 1, clients), clients)
+    y = y if bias is None else y + _spread(bias)
+    return channels_second(channels_last((y.relu() if relu else y).to(x.dtype)))
 
 
 def _conv_kernel(
@@ -132,7 +136,7 @@ def conv_moments(
 
 def moments_of(pixels: Tensor, rows: int) -> Tensor:
     """(client, part, 2, channel): mean and squared deviations of pixels (client, pixel, channel), so many at a time."""
-    chunks = pixels.to(master_type(pixels)).split(rows, 1)
+    chunks = wide(pixels).split(rows, 1)
     moments = [torch.stack([c.mean(1), (c - c.mean(1, True)).square().sum(1)], 1) for c in chunks]
     return torch.stack(moments, 1)
 
@@ -149,12 +153,12 @@ def conv_input_grad(
         shape, out = _shape(w, stride, padding), (size[0], size[1])
         grad, _ = run_conv(channels_last(dy), filters(w), out, shape, backward=True, addend=extra)
         return channels_second(grad)
-    clients = len(w)
-    wide = w.flatten(0, 1).to(dy.dtype)
+    clients, each = len(w), wide(w.to(dy.dtype)).flatten(0, 1)
     shape = (dy.shape[1], clients * w.shape[2], *size)
-    dx = conv2d_input(shape, wide, merge_groups(dy), stride, cast(int, tuple(padding)), 1, clients)
-    dx = channels_second(channels_last(split_groups(dx, clients)))
-    return dx if addend is None else dx + addend
+    pads = cast(int, tuple(padding))
+    dx = split_groups(conv2d_input(shape, each, merge_groups(wide(dy)), stride, pads, 1, clients), clients)
+    dx = dx if addend is None else dx + addend
+    return channels_second(channels_last(dx.to(dy.dtype)))
 
 
 def _weight_grad_kernel(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padding: list[int]) -> Tensor:
@@ -176,8 +180,9 @@ def conv_weight_grad(x: Tensor, dy: Tensor, kernel: list[int], stride: int, padd
         return channels_second(added(_weight_grad_kernel(x, dy, kernel, stride, padding)))
     clients = len(x)
     shape = (clients * dy.shape[2], x.shape[2], *kernel)
-    dw = conv2d_weight(merge_groups(x), shape, merge_groups(dy), stride, cast(int, tuple(padding)), 1, clients)
-    return channels_second(channels_last(dw.unflatten(0, (clients, -1)).to(master_type(x))))
+    pads = cast(int, tuple(padding))
+    dw = conv2d_weight(merge_groups(wide(x)), shape, merge_groups(wide(dy)), stride, pads, 1, clients)
+    return channels_second(channels_last(dw.unflatten(0, (clients, -1))))
 
 
 @torch.library.custom_op("fednorm::conv_weight_grad_parts", mutates_args=())
@@ -216,12 +221,12 @@ def norm(
         if not training:
             return channels_second(y), mean, var, mean.new_empty(0), mean.new_empty(0), counter.new_empty(0)
         return channels_second(y), mean, var, moved.mean, moved.var, moved.counter
-    wide = x.to(gamma.dtype)
+    z = wide(x)
     if training:
-        var, mean = torch.var_mean(wide, (1, 3, 4), correction=0)
+        var, mean = torch.var_mean(z, (1, 3, 4), correction=0)
     else:
         mean, var = running_mean.clone(), running_var.clone()
-    y = (wide - _spread(mean)) * _spread((var + eps).rsqrt() * gamma) + _spread(beta)
+    y = (z - _spread(mean)) * _spread((var + eps).rsqrt() * gamma) + _spread(beta)
     y = y if addend is None else y + addend
     y = channels_second(channels_last((y.clamp(0, ceiling) if relu else y).to(x.dtype)))
     if not training:
@@ -249,9 +254,9 @@ def norm_grad(
         )  # fmt: skip
         return channels_second(dx), dgamma, dbeta, channels_second(through) if masked else through
     dz = dy if y is None else torch.where((y <= 0) | (False if ceiling is None else y >= ceiling), 0, dy)
-    wide, grad = x.to(gamma.dtype), dz.to(gamma.dtype)
+    grad = wide(dz)
     inverse = (var + eps).rsqrt()
-    hat = (wide - _spread(mean)) * _spread(inverse)
+    hat = (wide(x) - _spread(mean)) * _spread(inverse)
     dgamma, dbeta = (grad * hat).sum((1, 3, 4)), grad.sum((1, 3, 4))
     if training:
         count = x.numel() // (x.shape[0] * x.shape[2])
