@@ -36,6 +36,7 @@ from fednorm.engines.stack.in_place import write_in_place
 from fednorm.engines.stack.kernels import launch, ops
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.program import Program, TensorSpec, compile_kernels
+from fednorm.engines.stack.rounding import Rounded
 from fednorm.engines.stack.tracing import trace
 from fednorm.errors import DivergedError
 from fednorm.running.config import updated
@@ -133,9 +134,9 @@ def programs(case: Case, clients: int, wide: bool = False, **settings: object) -
 
         def __init__(self, function: Callable[[Tree], Any], state: Tree, *_: object) -> None:
             found.append(fuse(trace(function, state)))
-            write_in_place(found[-1], state)
+            Rounded(found[-1], state, write_in_place(found[-1], state))
 
-        def __call__(self) -> None:
+        def __call__(self, anew: bool = True) -> None:
             pass
 
     data = random_images(clients, IMAGES, shape=(3, case.pixels, case.pixels), labels=labels_of(case))

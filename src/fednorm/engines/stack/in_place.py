@@ -21,6 +21,8 @@ _UPDATES: dict[Any, tuple[Any, tuple[tuple[int, int], ...]]] = {
 }
 """By the operator of an update: the same in place, and (argument, place among what is returned) of all it moves."""
 IN_PLACE = frozenset(in_place for in_place, _ in _UPDATES.values())
+_MOVED = {op: {read for read, _ in moves} for plain, (other, moves) in _UPDATES.items() for op in (plain, other)}
+"""Of updates of either kind, which arguments they move."""
 
 
 def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
@@ -38,7 +40,7 @@ def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
         pairs = [(update.args[read], place) for read, place in moves if update.args[read] is not None]
         keys = [_key_of(update, place, _whole(source), entries, new) for source, place in pairs]
         found = [key for key in keys if key is not None]
-        if len(found) < len(keys) or any(_read_elsewhere(update, entries[key]) for key in found):
+        if len(found) < len(keys) or any(read_elsewhere(update, entries[key]) for key in found):
             continue
         args = dict(enumerate(update.args)) | {read: _whole(update.args[read]) for read, _ in moves}
         with graph.inserting_before(update):
@@ -74,13 +76,12 @@ def _whole(node: Any) -> Any:
     return node
 
 
-def _read_elsewhere(update: Node, entry: Node) -> bool:
-    """Whether an entry, or a part of it, is read behind an update, or by it beside what it moves.
+def read_elsewhere(update: Node, entry: Node) -> bool:
+    """Whether a tensor, or a part of it, is read behind an update, or by it beside what it moves.
 
     A gradient may be a part of the weights, as those of a product of two are: one would be read after it was moved.
     """
-    moved = {read for read, _ in _UPDATES[update.target][1]}
-    beside = set(tree_leaves([arg for place, arg in enumerate(update.args) if place not in moved]))
+    beside = set(tree_leaves([arg for place, arg in enumerate(update.args) if place not in _MOVED[update.target]]))
     parts, behind = {entry}, False
     for node in update.graph.nodes:
         if parts.intersection(beside if node is update else node.all_input_nodes):

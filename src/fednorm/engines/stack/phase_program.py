@@ -165,8 +165,8 @@ class PhaseProgram:
         """Start and all local steps without the merge; probes look at each client's last step."""
         looks = [probe for probe in probes if probe.see is not None]
         self._run("start", self._start)
-        for _ in range(self.steps - bool(looks)):
-            self._run("step", self._step)
+        for number in range(self.steps - bool(looks)):
+            self._run("step", self._step, anew=number == 0)
         if looks:  # taken seldom, so it is captured as it is: tracing it would take longer
             self._run(*self._seen("step", self._step, looks), fused=False)
 
@@ -204,12 +204,12 @@ class PhaseProgram:
         """What the merge will remember, with a row a run: found by trying it, since a first merge may begin to."""
         return unnamed("memory", {key: value for key, (_, value) in self._merge(self._state)[1].items()})
 
-    def _run(self, name: str, function: Callable[[Tree], Moves], fused: bool = True) -> None:
+    def _run(self, name: str, function: Callable[[Tree], Moves], fused: bool = True, anew: bool = True) -> None:
         if name not in self._programs:
             fused = fused and self.way is not Way.PLAIN
             with making_ready(f"'{self.phase.phase.name}' {name}, {self.rows} clients, batches of {self.batch_size}"):
                 self._programs[name] = Program(function, self._state, fused, self._graph_memory, self._calls(name))
-        self._programs[name]()
+        self._programs[name](anew)
 
     def _calls(self, name: str) -> int:
         """How often a program is called in a run."""

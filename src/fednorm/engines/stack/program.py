@@ -17,6 +17,7 @@ from fednorm.core.state import Tree
 from fednorm.engines.stack.compiled import compiled, repays
 from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.in_place import write_in_place
+from fednorm.engines.stack.rounding import Rounded
 from fednorm.engines.stack.tracing import trace
 
 _COMPILERS = 8
@@ -50,6 +51,7 @@ class Program:
         self._state = state
         self._function: Callable[[Tree], Any] = function
         self._in_place: Collection[str] = ()
+        self._rounded: Rounded | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         on_gpu = next(iter(state.values())).is_cuda
         if fused:
@@ -57,12 +59,17 @@ class Program:
             if on_gpu:
                 compile_kernels(traced)
             self._in_place = write_in_place(traced, state)
-            joined = compiled(traced, state) if on_gpu and repays(traced, calls) else None
+            self._rounded = Rounded(traced, state, self._in_place)
+            self._state = {**state, **self._rounded.entries}
+            joined = compiled(traced, self._state) if on_gpu and repays(traced, calls) else None
             self._function = joined or traced
         if on_gpu:
             self._capture(memory)
 
-    def __call__(self) -> None:
+    def __call__(self, anew: bool = True) -> None:
+        """Play it; `anew` says that others may have written to its state since it was played last."""
+        if anew and self._rounded is not None:
+            self._rounded.renew()
         if self._graph is None:
             put(self._state, *self._function(self._state))
         else:

@@ -19,6 +19,8 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo  # pyright: ignore[report
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from fednorm.core.state import Tree
+
 _COPY, _DEVICE = torch.ops.aten.copy_.default, torch.ops.prim.device.default
 
 
@@ -38,6 +40,17 @@ def trace(function: Callable[..., Any], *examples: Any) -> GraphModule:
     writer.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
     writer.graph.eliminate_dead_code()
     return GraphModule(writer.constants, writer.graph)
+
+
+def add_entry(traced: GraphModule, state: Tree) -> Node:
+    """Let a traced function of a state know of an entry that was added as its last one."""
+    graph = traced.graph
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        node = graph.placeholder(f"added{len(state)}")
+    node.meta["val"] = FakeTensorMode().from_tensor(list(state.values())[-1])
+    info = graph._codegen.pytree_info  # type: ignore[attr-defined]
+    graph.set_codegen(_PyTreeCodeGen(info._replace(in_spec=tree_flatten((state,))[1])))
+    return node
 
 
 class _Writer(TorchDispatchMode):

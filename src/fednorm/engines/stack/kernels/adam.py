@@ -21,10 +21,11 @@ def _bias(log_beta, count):
 
 @kernel()
 def _adam_kernel(
-    value_ptr, first_ptr, second_ptr, count_ptr, new_ptr, new_first_ptr, new_second_ptr, new_count_ptr,
+    value_ptr, first_ptr, second_ptr, count_ptr, new_ptr, new_first_ptr, new_second_ptr, new_count_ptr, rounded_ptr,
     sources, place_ptr, grad_stride, numbers, parts, lr_ptr, decay_ptr, value_stride, first_stride, second_stride,
-    count_stride, new_stride, new_first_stride, new_second_stride, new_count_stride, beta1, rest1, log_beta1,
-    beta2, rest2, log_beta2, eps, DECOUPLED: tl.constexpr, LISTED: tl.constexpr, LANES: tl.constexpr,
+    count_stride, new_stride, new_first_stride, new_second_stride, new_count_stride, rounded_stride,
+    beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps,
+    DECOUPLED: tl.constexpr, ROUNDED: tl.constexpr, LISTED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1)
     row = client.to(tl.int64)
@@ -39,26 +40,32 @@ def _adam_kernel(
     second = beta2 * tl.load(second_ptr + row * second_stride + at, mask=inside, other=0.0) + rest2 * (grad * grad)
     count = tl.load(count_ptr + row * count_stride + at, mask=inside, other=0.0) + 1
     away = lr / _bias(log_beta1, count) * first / (tl.sqrt_rn(second) / tl.sqrt_rn(_bias(log_beta2, count)) + eps)
-    tl.store(new_ptr + row * new_stride + at, value - away, mask=inside)
+    value -= away
+    tl.store(new_ptr + row * new_stride + at, value, mask=inside)
+    if ROUNDED:
+        tl.store(rounded_ptr + row * rounded_stride + at, value.to(rounded_ptr.dtype.element_ty), mask=inside)
     tl.store(new_first_ptr + row * new_first_stride + at, first, mask=inside)
     tl.store(new_second_ptr + row * new_second_stride + at, second, mask=inside)
     tl.store(new_count_ptr + row * new_count_stride + at, count, mask=inside)
 
 
 def run_adam(
-    old: tuple[Tensor, ...], grads: list[Tensor], new: tuple[Tensor, ...], lr: Tensor, decay: Tensor, update: AdamUpdate
-) -> None:
+    old: tuple[Tensor, ...], grads: list[Tensor], new: tuple[Tensor, ...], lr: Tensor, decay: Tensor,
+    update: AdamUpdate, rounded: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write values, both moments and counts, (client, number) each; `new` may be `old`. Gradients lie side by side.
 
-    They are (client, number), or (client, part, number) where parts are still to be added.
+    The values are written in a narrow type as well where there is `rounded` for it. The gradients are (client, number),
+    or (client, part, number) where parts are still to be added.
     """
     firsts = accumulate((grad.shape[-1] for grad in grads[:-1]), initial=0)
     for share in shares(zip(firsts, grads, strict=True)):
-        each = [part[:, share.numbers] for part in (*old, *new)]
+        each = [(old[0] if part is None else part)[:, share.numbers] for part in (*old, *new, rounded)]
         _adam_kernel[(share.blocks, len(lr))](
             *each, *share.read, lr, decay, *(part.stride(0) for part in each),
             *_factors(update.beta1), *_factors(update.beta2), update.eps,
-            DECOUPLED=update.decoupled, LISTED=share.places is not None, LANES=BLOCK, num_warps=4,
+            DECOUPLED=update.decoupled, ROUNDED=rounded is not None, LISTED=share.places is not None,
+            LANES=BLOCK, num_warps=4,
         )  # fmt: skip
 
 

@@ -39,24 +39,29 @@ def _(
     return aligned_like(value), aligned_like(first), aligned_like(second), aligned_like(count)
 
 
-@torch.library.custom_op("fednorm::adam_in_place", mutates_args=("value", "first", "second", "count"))
+@torch.library.custom_op("fednorm::adam_in_place", mutates_args=("value", "first", "second", "count", "rounded"))
 def adam_in_place(
     value: Tensor, grads: list[Tensor], first: Tensor, second: Tensor, count: Tensor, lr: Tensor, decay: Tensor,
-    beta1: float, beta2: float, eps: float, decoupled: bool,
+    beta1: float, beta2: float, eps: float, decoupled: bool, rounded: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The same, written over the old values, moments and counts."""
+    """The same, written over the old values, moments and counts; the values in a narrow type as well."""
     old = value, first, second, count
-    _adam_into(old, grads, old, lr, decay, AdamUpdate(beta1, beta2, eps, decoupled))
+    _adam_into(old, grads, old, lr, decay, AdamUpdate(beta1, beta2, eps, decoupled), rounded)
 
 
-def _adam_into(old: Moved, grads: list[Tensor], new: Moved, lr: Tensor, decay: Tensor, update: AdamUpdate) -> None:
+def _adam_into(
+    old: Moved, grads: list[Tensor], new: Moved, lr: Tensor, decay: Tensor, update: AdamUpdate,
+    rounded: Tensor | None = None,
+) -> None:  # fmt: skip
     if kernels_fit(old[0]):
         from fednorm.engines.stack.kernels.adam import run_adam
 
-        run_adam(old, grads, new, lr.contiguous(), decay.contiguous(), update)
+        run_adam(old, grads, new, lr.contiguous(), decay.contiguous(), update, rounded)
         return
     held = {"exp_avg": old[1], "exp_avg_sq": old[2], "step": old[3]}
     numbers = {"lr": lr[:, None], "weight_decay": decay[:, None]}
     value, kept = update(old[0], side_by_side(grads), held, numbers)
     for place, moved in zip(new, (value, *kept.values()), strict=True):
         place.copy_(moved)
+    if rounded is not None:
+        rounded.copy_(value)

@@ -145,13 +145,19 @@ def _(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def narrowed(flat: Tensor, dtype: torch.dtype) -> Tensor:
     """A matrix (client, number) in another type, its rows at aligned addresses."""
     new = aligned_like(flat, dtype)
+    round_into(new, flat)
+    return new
+
+
+def round_into(new: Tensor, flat: Tensor) -> None:
+    """Write a matrix in the type of one that `narrowed` made of it, or of another like it."""
     rows, stride = len(flat), flat.stride(0)
     room = flat.untyped_storage().nbytes() // flat.element_size() - flat.storage_offset()
     if stride == new.stride(0) and flat.stride(1) == 1 and rows * stride <= room:
         # Together with what lies between the rows the matrix is one vector, which is copied faster.
         new.as_strided((rows * stride,), (1,)).copy_(flat.as_strided((rows * stride,), (1,)))
-        return new
-    return new.copy_(flat)
+    else:
+        new.copy_(flat)
 
 
 @narrowed.register_fake
@@ -230,13 +236,13 @@ def _(
     return aligned_like(value), value.new_empty(0) if velocity is None else aligned_like(velocity)
 
 
-@torch.library.custom_op("fednorm::sgd_in_place", mutates_args=("value", "velocity"))
+@torch.library.custom_op("fednorm::sgd_in_place", mutates_args=("value", "velocity", "rounded"))
 def sgd_in_place(
     value: Tensor, grads: Sequence[Tensor | None], velocity: Tensor | None, lr: Tensor, momentum: Tensor,
-    decay: Tensor, xs: list[Tensor], dys: list[Tensor],
+    decay: Tensor, xs: list[Tensor], dys: list[Tensor], rounded: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The same, written over the old values and velocities."""
-    _sgd_into((value, velocity), grads, (value, velocity), lr, momentum, decay, xs, dys)
+    """The same, written over the old values and velocities; the values in a narrow type as well."""
+    _sgd_into((value, velocity), grads, (value, velocity), lr, momentum, decay, xs, dys, rounded)
 
 
 def side_by_side(grads: Sequence[Tensor]) -> Tensor:
@@ -249,14 +255,14 @@ Pair = tuple[Tensor, Tensor | None]
 
 def _sgd_into(
     old: Pair, grads: Sequence[Tensor | None], new: Pair, lr: Tensor, momentum: Tensor, decay: Tensor,
-    xs: list[Tensor], dys: list[Tensor],
+    xs: list[Tensor], dys: list[Tensor], rounded: Tensor | None = None,
 ) -> None:  # fmt: skip
     value, velocity = old
     if kernels_fit(value):
         from fednorm.engines.stack.kernels.sgd import run_sgd
 
         layers = [(x.contiguous(), dy.contiguous()) for x, dy in zip(xs, dys, strict=True)]
-        run_sgd(old, grads, new, lr.contiguous(), momentum.contiguous(), decay.contiguous(), layers)
+        run_sgd(old, grads, new, lr.contiguous(), momentum.contiguous(), decay.contiguous(), layers, rounded)
         return
     products = (linear_weight_grad(x, dy).flatten(1) for x, dy in zip(xs, dys, strict=True))
     whole = side_by_side([next(products) if grad is None else grad for grad in grads])
@@ -264,5 +270,7 @@ def _sgd_into(
     numbers = {"lr": lr[:, None], "momentum": momentum[:, None], "weight_decay": decay[:, None]}
     values, kept = sgd_update(value, whole, held, numbers)
     new[0].copy_(values)
+    if rounded is not None:
+        rounded.copy_(values)
     if new[1] is not None:
         new[1].copy_(kept["momentum"])

@@ -15,45 +15,53 @@ from fednorm.engines.stack.kernels.gradients import BLOCK, gradient, shares
 from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.tiles import power_of_2
 
-_OUTS, _INS = 32, 128
-"""Weights of a program: rows long enough to be read in one go."""
+_OUTS, _INS = 32, 64
+"""Weights of a program: rows long enough to be read in one go, and so few that several programs share a processor."""
 
 
 @triton.jit
-def _stepped(value, grad, velocity, client, lr_ptr, momentum_ptr, decay_ptr, MOMENTUM: tl.constexpr):
-    """The new value, and the step it is taken by, which is the new velocity."""
+def _move(
+    at, inside, grad, value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
+    value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride,
+    MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Read the values at some places of a client's row, and write what they become."""
+    client = tl.program_id(1)
+    row = client.to(tl.int64)
+    value = tl.load(value_ptr + row * value_stride + at, mask=inside, other=0.0)
     step = grad + tl.load(decay_ptr + client) * value
     if MOMENTUM:
+        velocity = tl.load(velocity_ptr + row * velocity_stride + at, mask=inside, other=0.0)
         step = tl.load(momentum_ptr + client) * velocity + step
-    return value - tl.load(lr_ptr + client) * step, step
+        tl.store(new_velocity_ptr + row * new_velocity_stride + at, step, mask=inside)
+    value -= tl.load(lr_ptr + client) * step
+    tl.store(new_ptr + row * new_stride + at, value, mask=inside)
+    if ROUNDED:
+        tl.store(rounded_ptr + row * rounded_stride + at, value.to(rounded_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel()
 def _sgd_kernel(
-    value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, sources, place_ptr, grad_stride, numbers, parts,
-    lr_ptr, momentum_ptr, decay_ptr, value_stride, velocity_stride, new_stride, new_velocity_stride,
-    MOMENTUM: tl.constexpr, LISTED: tl.constexpr, LANES: tl.constexpr,
+    value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, rounded_ptr, sources, place_ptr, grad_stride, numbers, parts,
+    lr_ptr, momentum_ptr, decay_ptr, value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride,
+    MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr, LISTED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    client = tl.program_id(1)
-    row = client.to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     at, inside, grad = gradient(sources, place_ptr, row, grad_stride, numbers, parts, LISTED, LANES)
-    value = tl.load(value_ptr + row * value_stride + at, mask=inside, other=0.0)
-    velocity = tl.load(velocity_ptr + row * velocity_stride + at, mask=inside, other=0.0) if MOMENTUM else 0.0
-    value, step = _stepped(value, grad, velocity, client, lr_ptr, momentum_ptr, decay_ptr, MOMENTUM)
-    if MOMENTUM:
-        tl.store(new_velocity_ptr + row * new_velocity_stride + at, step, mask=inside)
-    tl.store(new_ptr + row * new_stride + at, value, mask=inside)
+    _move(
+        at, inside, grad, value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr,
+        decay_ptr, value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,
+    )  # fmt: skip
 
 
 @kernel("rows")
 def _sgd_linear_kernel(
-    value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, x_ptr, dy_ptr, lr_ptr, momentum_ptr, decay_ptr,
-    value_stride, velocity_stride, new_stride, new_velocity_stride, rows, ins, outs,
-    MOMENTUM: tl.constexpr, ROWS: tl.constexpr, INS: tl.constexpr, OUTS: tl.constexpr,
+    value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, rounded_ptr, x_ptr, dy_ptr, lr_ptr, momentum_ptr, decay_ptr,
+    value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride, rows, ins, outs,
+    MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, INS: tl.constexpr, OUTS: tl.constexpr,
 ):  # fmt: skip
     """The same of weights (out, in), whose gradient is dy^T x."""
-    client = tl.program_id(1)
-    row = client.to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(ins, INS)
     out = tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
     taken = tl.program_id(0) % blocks * INS + tl.arange(0, INS)
@@ -66,12 +74,10 @@ def _sgd_linear_kernel(
         grad = tl.dot(tl.trans(dy), x, grad, input_precision="ieee")
     at = out[:, None] * ins + taken[None, :]
     inside = (out < outs)[:, None] & (taken < ins)[None, :]
-    value = tl.load(value_ptr + row * value_stride + at, mask=inside, other=0.0)
-    velocity = tl.load(velocity_ptr + row * velocity_stride + at, mask=inside, other=0.0) if MOMENTUM else 0.0
-    value, step = _stepped(value, grad, velocity, client, lr_ptr, momentum_ptr, decay_ptr, MOMENTUM)
-    if MOMENTUM:
-        tl.store(new_velocity_ptr + row * new_velocity_stride + at, step, mask=inside)
-    tl.store(new_ptr + row * new_stride + at, value, mask=inside)
+    _move(
+        at, inside, grad, value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr,
+        decay_ptr, value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,
+    )  # fmt: skip
 
 
 Pair = tuple[Tensor, Tensor | None]
@@ -79,19 +85,21 @@ Pair = tuple[Tensor, Tensor | None]
 
 def run_sgd(
     old: Pair, grads: Sequence[Tensor | None], new: Pair, lr: Tensor, momentum: Tensor, decay: Tensor,
-    layers: Sequence[tuple[Tensor, Tensor]] = (),
+    layers: Sequence[tuple[Tensor, Tensor]] = (), rounded: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write values (client, number) and velocities after a step; `new` may be `old`. The gradients lie side by side.
+
+    The values are written in a narrow type as well where there is `rounded` for it.
 
     They are (client, number), or (client, part, number) where parts are still to be added. One that is None is that of
     a linear layer's weights: the next of `layers` has its inputs (client, row, in) and the gradients of its outputs
     (client, row, out), contiguous.
     """
-    clients, has_momentum = len(lr), old[1] is not None
+    clients, kinds = len(lr), {"MOMENTUM": old[1] is not None, "ROUNDED": rounded is not None}
 
     def moved(numbers: slice) -> tuple[list[Tensor], list[int]]:
         """What is read and written of these numbers, and where their rows begin."""
-        each = [(pair[0] if held is None else held)[:, numbers] for pair in (old, new) for held in pair]
+        each = [(old[0] if held is None else held)[:, numbers] for held in (*old, *new, rounded)]
         return each, [tensor.stride(0) for tensor in each]
 
     given: list[tuple[int, Tensor]] = []
@@ -105,7 +113,7 @@ def run_sgd(
         (_, rows, ins), outs = x.shape, dy.shape[2]
         each, strides = moved(slice(first, first + ins * outs))
         _sgd_linear_kernel[(triton.cdiv(outs, _OUTS) * triton.cdiv(ins, _INS), clients)](
-            *each, x, dy, lr, momentum, decay, *strides, rows, ins, outs, MOMENTUM=has_momentum,
+            *each, x, dy, lr, momentum, decay, *strides, rows, ins, outs, **kinds,
             ROWS=min(64, max(16, power_of_2(rows))), INS=_INS, OUTS=_OUTS, num_warps=4,
         )  # fmt: skip
         first += ins * outs
@@ -113,5 +121,5 @@ def run_sgd(
         each, strides = moved(share.numbers)
         _sgd_kernel[(share.blocks, clients)](
             *each, *share.read, lr, momentum, decay, *strides,
-            MOMENTUM=has_momentum, LISTED=share.places is not None, LANES=BLOCK, num_warps=4,
+            **kinds, LISTED=share.places is not None, LANES=BLOCK, num_warps=4,
         )  # fmt: skip
