@@ -309,6 +309,30 @@ def check_fold(clients: int, numbers: int) -> None:
     wanted = torch.einsum("rcn,rc->rn", stack.double(), weights)
     for given in (stack, stack[:, :, 1:]):  # also one that begins at an odd address
         close(elements.run_fold(given, weights), wanted[:, -given.shape[2] :], 1e-12)
+        assert torch.equal(elements.run_fold(given, weights, torch.float32), elements.run_fold(given, weights).float())
+
+
+def check_moved(runs: int, clients: int, numbers: int) -> None:
+    """Rows that begin at odd addresses too; so many numbers that a program takes several turns."""
+    end, begun = (apart(torch.randn(rows, numbers, device=DEVICE)) for rows in (runs * clients, runs))
+    away = end.view(runs, clients, -1) - begun.unsqueeze(1)
+    wanted = torch.stack([away.double().square().sum(2).flatten(), end.double().sum(1)])
+    close(elements.run_moved(end, begun), wanted, 1e-12)
+    close(elements.run_moved(end[:, 1:], begun[:, 1:]) + elements.run_moved(end[:, :1], begun[:, :1]), wanted, 1e-12)
+    end[0, numbers // 2] = torch.nan
+    assert not elements.run_moved(end, begun)[:, 0].isfinite().any()
+
+
+def check_spread(dtype: torch.dtype, rows: int, numbers: int) -> None:
+    """What lies between two rows stays."""
+    out = torch.full((rows, numbers + 5), 7, dtype=dtype, device=DEVICE)
+    row = draw(dtype, numbers)[0]
+    elements.run_spread(out[:, :numbers], row)
+    assert torch.equal(out[:, :numbers], row.expand(rows, -1))
+    assert bool((out[:, numbers:] == 7).all())
+    elements.run_spread(out[:, :numbers], row.new_zeros(1).expand(numbers))
+    assert not out[:, :numbers].any()
+    assert bool((out[:, numbers:] == 7).all())
 
 
 Sizes = tuple[int | tuple[int, int], ...]
@@ -477,6 +501,11 @@ def main() -> None:
         check_entropy(*case)
     check_fold(4, 1500)
     check_fold(1, 3)
+    for case in ((1, 3, 700), (2, 2, 1), (1, 5, 1_500_000)):
+        check_moved(*case)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_spread(dtype, 4, 1500)
+        check_spread(dtype, 2, 1)
     for momentum in (False, True):
         for layers, in_place in (
             (FEW, True),

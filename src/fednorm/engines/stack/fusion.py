@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fednorm.engines.stack.kernels import adam_ops as adam_ops  # makes the operator known to torch
-from fednorm.engines.stack.rewrites import copies, layouts, narrow, neighbours, shortcuts, updates
+from fednorm.engines.stack.rewrites import copies, layouts, narrow, neighbours, passes, shortcuts, updates
 
 _aten, _own = torch.ops.aten, torch.ops.fednorm
 Rewrite = tuple[Any, Callable[[Graph, Node], None]]
@@ -55,6 +55,9 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_own.norm_grad.default, neighbours.take_in_relu_grad),
     (_own.group_norm_grad.default, neighbours.take_in_relu_grad),
     (_own.conv_input_grad.default, neighbours.take_in_sum),
+    (_own.fold.default, passes.round_at_once),
+    (_own.moved.default, passes.take_in_sum_of_row),
+    ("output", passes.begin_with_one_zero),
 )
 
 

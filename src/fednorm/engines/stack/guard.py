@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fednorm.core.report import Report
 from fednorm.core.state import Policy, Tree
+from fednorm.engines.stack.kernels.element_ops import moved
 from fednorm.engines.stack.row_matrix import Flats, RowMatrix
 from fednorm.halves.guard import ailment_of_report
 from fednorm.halves.norm_bound import Length, Moved, are_near, too_far
@@ -33,8 +34,7 @@ def moved_norms(
         for end, keys in _runs_of_keys(each, stacks[part], schema):
             begun = torch.cat([server[key] for key in keys], 1) if len(keys) > 1 else server[keys[0]]
             group = int(not schema[keys[0]][0].trainable)
-            moved = (end.unflatten(0, (runs, clients)) - begun.unsqueeze(1)).flatten(0, 1)
-            distance[group].append(_norms(moved))
+            distance[group].append(moved(end, begun)[0].sqrt())
             length[group].append(_norms(begun).unsqueeze(1).expand(-1, clients).flatten())
     nothing = torch.zeros(rows, dtype=torch.float64, device=next(iter(server.values())).device)
     return [_joined(norms) if norms else nothing for norms in (*distance, *length)]

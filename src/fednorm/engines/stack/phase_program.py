@@ -266,7 +266,9 @@ class PhaseProgram:
 
     def _of_runs(self, prefix: str, state: Tree) -> Tree:
         """The server's entries, or their initial values, of the runs that take part."""
-        flats = {name: flat.index_select(0, state["runs"]) for name, flat in unnamed(prefix, state).items()}
+        flats = unnamed(prefix, state)
+        if any(len(flat) > 1 for flat in flats.values()):
+            flats = {name: flat.index_select(0, state["runs"]) for name, flat in flats.items()}
         return self._layouts["server"].rows(flats)
 
     def _of_clients(self, state: Tree) -> Tree:
@@ -353,8 +355,8 @@ class PhaseProgram:
 
         with merging(StackCohort()):
             merged, remembered = torch.vmap(merge_run)(server, memory, sizes, *by_run)
-        healthy = health(self.phase, flats, self._stacks, unnamed("unsigned", state))
         moved = moved_norms(flats, self._stacks, self.schema, server, self.runs)
+        healthy = health(self.phase, flats, self._stacks, unnamed("unsigned", state))
         report = torch.stack([*losses.values(), *scalars.values(), *moved, healthy])
         changed = {**named("server", self._layouts["server"].join_rows(merged)), **named("memory", remembered)}
         rows: Rows = {key: (state["runs"], value) for key, value in changed.items()}

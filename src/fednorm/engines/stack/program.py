@@ -17,6 +17,7 @@ from fednorm.core.state import Tree
 from fednorm.engines.stack.compiled import compiled, repays
 from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.in_place import write_in_place
+from fednorm.engines.stack.kernels.element_ops import spread_into
 from fednorm.engines.stack.rounding import Rounded
 from fednorm.engines.stack.tracing import trace
 
@@ -137,11 +138,23 @@ def _spec_of(node: Node) -> TensorSpec | None:
 @torch.no_grad()
 def put(state: Tree, new: Tree, rows: Rows) -> None:
     """Write new values over old ones: rows first, since their index may be an old value."""
-    moved = {key: value for key, value in new.items() if value is not state[key]}  # the others are there already
+    moved = {key: value for key, value in new.items() if not _is_there(value, state[key])}
+    rows = {key: (index, values) for key, (index, values) in rows.items() if not _is_there(values, state[key])}
     written = {state[key].untyped_storage().data_ptr() for key in (*moved, *rows)}
-    # A part of an old value would change before it is read.
-    moved = {key: v.clone() if v.untyped_storage().data_ptr() in written else v for key, v in moved.items()}
-    for key, (index, values) in rows.items():
+
+    def apart(value: Tensor) -> Tensor:
+        """A part of an old value would change before it is read."""
+        return value.clone() if value.untyped_storage().data_ptr() in written else value
+
+    moved = {key: apart(value) for key, value in moved.items()}
+    for key, (index, values) in {key: (index, apart(values)) for key, (index, values) in rows.items()}.items():
         state[key].index_copy_(0, index, values)
+    for key in [key for key, value in moved.items() if value.dim() == 2 and value.stride(0) == 0 and len(value) > 1]:
+        spread_into(state[key], moved.pop(key))
     if moved:
         torch._foreach_copy_([state[key] for key in moved], list(moved.values()))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _is_there(value: Tensor, old: Tensor) -> bool:
+    """Whether a new value is the old one: of rows, all of them."""
+    return value.data_ptr() == old.data_ptr() and value.shape == old.shape and value.stride() == old.stride()

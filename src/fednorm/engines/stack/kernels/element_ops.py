@@ -197,18 +197,48 @@ def _(begin: int, end: int, step: int, device: torch.device) -> Tensor:
 
 
 @torch.library.custom_op("fednorm::fold", mutates_args=())
-def fold(stack: Tensor, weights: Tensor) -> Tensor:
-    """sum_k p_k x_k in float64 of the clients of each run: stacks (run, client, number), weights (run, client)."""
+def fold(stack: Tensor, weights: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """sum_k p_k x_k of the clients of each run: stacks (run, client, number), weights (run, client).
+
+    It is taken in float64, and rounded to a type once.
+    """
     if kernels_fit(stack):
         from fednorm.engines.stack.kernels.elements import run_fold
 
-        return run_fold(stack if stack.stride(2) == 1 else stack.contiguous(), weights)
-    return torch.stack([folded(each, share) for each, share in zip(stack, weights, strict=True)])
+        return run_fold(stack if stack.stride(2) == 1 else stack.contiguous(), weights, dtype)
+    return torch.stack([folded(each, share) for each, share in zip(stack, weights, strict=True)]).to(dtype)
 
 
 @fold.register_fake
-def _(stack: Tensor, weights: Tensor) -> Tensor:
-    return stack.new_empty(stack.shape[0], stack.shape[2], dtype=torch.float64)
+def _(stack: Tensor, weights: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    return stack.new_empty(stack.shape[0], stack.shape[2], dtype=dtype)
+
+
+@torch.library.custom_op("fednorm::moved", mutates_args=())
+def moved(end: Tensor, begun: Tensor) -> Tensor:
+    """(2, client) in float64: squared distances of rows (client, number) from those of their runs, and their sums."""
+    if kernels_fit(end) and end.dtype == torch.float32:
+        from fednorm.engines.stack.kernels.elements import run_moved
+
+        return run_moved(*(each if each.stride(1) == 1 else each.contiguous() for each in (end, begun)))
+    away = (end.unflatten(0, (len(begun), -1)) - begun.unsqueeze(1)).flatten(0, 1)
+    distance = torch.linalg.vector_norm(away, dim=1, dtype=torch.float64)
+    return torch.stack([distance.square(), end.sum(1, dtype=torch.float64)])
+
+
+@moved.register_fake
+def _(end: Tensor, begun: Tensor) -> Tensor:
+    return end.new_empty(2, len(end), dtype=torch.float64)
+
+
+def spread_into(out: Tensor, rows: Tensor) -> None:
+    """Write a row, expanded to the shape of a matrix, to all rows of that."""
+    if kernels_fit(out) and out.dtype == rows.dtype and out.stride(1) == 1:
+        from fednorm.engines.stack.kernels.elements import run_spread
+
+        run_spread(out, rows[0])
+    else:
+        out.copy_(rows)
 
 
 @torch.library.custom_op("fednorm::sgd", mutates_args=())

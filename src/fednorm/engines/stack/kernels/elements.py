@@ -1,4 +1,4 @@
-"""Triton kernels of one pass over their numbers: dropout, pooling, shortcuts, a ReLU's gradient, SGD, clients' sums.
+"""Triton kernels of one pass over their numbers: dropout, pooling, shortcuts, clients' sums and distances.
 
 Done by torch's operators each is several passes, and a stack of large models is bound by its passes over memory.
 """
@@ -13,6 +13,8 @@ from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.norm import cut_of, tile_of_program
 
 _BLOCK = 1024
+_SHARES = 4224
+"""Programs among which a sum over rows is shared: some for each of a GPU's processors."""
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MUL1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MUL2 = tl.constexpr(0x94D049BB133111EB)
@@ -163,16 +165,67 @@ def _fold_kernel(
         x = tl.load(here, mask=inside, other=0.0).to(tl.float64)
         total += x * tl.load(weight_ptr + run * CLIENTS + client)
         here += client_stride
-    tl.store(out_ptr + run.to(tl.int64) * numbers + at, total, mask=inside)
+    tl.store(out_ptr + run.to(tl.int64) * numbers + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def run_fold(stack: Tensor, weights: Tensor) -> Tensor:
-    """sum_k p_k x_k in float64 of stacks (run, client, number) with weights (run, client)."""
+def run_fold(stack: Tensor, weights: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """sum_k p_k x_k of stacks (run, client, number) with weights (run, client): in float64, then rounded to a type."""
     runs, clients, numbers = stack.shape
-    out = torch.empty(runs, numbers, dtype=torch.float64, device=stack.device)
+    out = torch.empty(runs, numbers, dtype=dtype, device=stack.device)
     block = min(_BLOCK, max(32, triton.next_power_of_2(numbers)))
     _fold_kernel[(triton.cdiv(numbers, block), runs)](
         stack, weights.contiguous(), out, stack.stride(0), stack.stride(1), numbers,
         CLIENTS=clients, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@kernel("numbers", "turns")
+def _moved_kernel(
+    end_ptr, begun_ptr, part_ptr, end_stride, begun_stride, clients, numbers, turns, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A share of a row's numbers: how far they are from those they began at, squared, and their sum."""
+    row, share = tl.program_id(0), tl.program_id(1)
+    end_ptr += row.to(tl.int64) * end_stride
+    begun_ptr += (row // clients).to(tl.int64) * begun_stride
+    squares = tl.zeros((BLOCK,), dtype=tl.float64)
+    sums = tl.zeros((BLOCK,), dtype=tl.float64)
+    for turn in range(turns):
+        at = (share * turns + turn) * BLOCK + tl.arange(0, BLOCK)
+        end = tl.load(end_ptr + at, mask=at < numbers, other=0.0)
+        away = (end - tl.load(begun_ptr + at, mask=at < numbers, other=0.0)).to(tl.float64)
+        squares += away * away
+        sums += end.to(tl.float64)
+    part = part_ptr + row * tl.num_programs(1) + share
+    tl.store(part, tl.sum(squares, 0))
+    tl.store(part + tl.num_programs(0) * tl.num_programs(1), tl.sum(sums, 0))
+
+
+def run_moved(end: Tensor, begun: Tensor) -> Tensor:
+    """(2, client) in float64: squared distances of rows (client, number) from those of their runs, and their sums."""
+    clients, numbers = end.shape
+    turns = max(1, clients * triton.cdiv(numbers, _BLOCK) // _SHARES)
+    shares = triton.cdiv(numbers, _BLOCK * turns)
+    parts = torch.empty(2, clients, shares, dtype=torch.float64, device=end.device)
+    _moved_kernel[(clients, shares)](
+        end, begun, parts, end.stride(0), begun.stride(0), clients // len(begun), numbers, turns,
+        BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return parts.sum(2)
+
+
+@kernel("numbers", "rows")
+def _spread_kernel(row_ptr, out_ptr, step, out_stride, numbers, rows, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    value = tl.load(row_ptr + at * step, mask=inside)
+    for _ in range(rows):
+        tl.store(out_ptr + at, value, mask=inside)
+        out_ptr += out_stride
+
+
+def run_spread(out: Tensor, row: Tensor) -> None:
+    """Write a row (number), or one number that is all of them, to all rows of a matrix."""
+    rows, numbers = out.shape
+    grid = (triton.cdiv(numbers, _BLOCK),)
+    _spread_kernel[grid](row, out, row.stride(0), out.stride(0), numbers, rows, BLOCK=_BLOCK, num_warps=4)

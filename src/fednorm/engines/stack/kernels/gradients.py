@@ -17,10 +17,12 @@ from torch import Tensor
 
 from fednorm.engines.stack.kernels.tiles import ALONE, power_of_2
 
-BLOCK = 1024
+BLOCK = 512
 """Numbers of a program."""
 _SOURCES = 32
 """Tensors that a launch reads gradients from, at most."""
+_AT_ONCE = tl.constexpr(8)
+"""Parts of a number that are on their way at once: one after the other, a hundred would take longer than all else."""
 
 
 class Place(NamedTuple):
@@ -56,16 +58,17 @@ def gradient(sources, place_ptr, row, stride, numbers, parts, LISTED: tl.constex
             grad_ptr = tl.where(source == other, sources[other], grad_ptr)
         at, begin, left = tl.load(place + 1) + lane, tl.load(place + 2) + lane, tl.load(place + 3)
         parts, numbers, stride = tl.load(place + 4), tl.load(place + 5), tl.load(place + 6)
-        inside, there = lane < left, lane < tl.where(parts > 0, left, 0)
+        inside = lane < left
     else:
         at = tl.program_id(0) * LANES + lane
         begin, inside = at, at < numbers
-        there = inside
     grad_ptr = grad_ptr + row * stride + begin
-    grad = tl.load(grad_ptr, mask=there, other=0.0)
-    for _ in range(1, parts):
-        grad_ptr += numbers
-        grad += tl.load(grad_ptr, mask=inside, other=0.0)
+    grad = tl.zeros((LANES,), dtype=tl.float32)
+    for first in range(0, parts, _AT_ONCE):
+        for part in tl.static_range(_AT_ONCE):
+            there = inside & (tl.full((LANES,), first + part, dtype=tl.int32) < parts)
+            grad += tl.load(grad_ptr + part * numbers, mask=there, other=0.0)
+        grad_ptr += _AT_ONCE * numbers
     return at, inside, grad
 
 
