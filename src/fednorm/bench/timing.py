@@ -25,7 +25,7 @@ LOOKS, STEADY = 6, 0.2
 AGREE = 1.25
 """How many times longer one way of timing may find a round than another."""
 ENOUGH_ROWS = 10
-"""Rows of a timing from which a round's time is taken; of fewer, each may be anything."""
+"""Rows from which a round's time is taken; of fewer, each may be anything."""
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 Play = Callable[[float], float]
@@ -164,7 +164,9 @@ class Rounds:
     The clock runs while the device has nothing else to do: all that was asked for before is finished when it starts,
     and all that was asked for meanwhile when it stops. So it does not matter in which bursts rows come. That is how a
     round was misjudged once: reports of one round are copied behind all that are under way, so a row that comes alone
-    may have waited for thirty. What the rows themselves tell of a round is the other way.
+    may have waited for thirty. What the rows themselves tell of a round is the other way. Those of a timing's first
+    burst do not count: the host prepares two bursts before it looks at one, whose rows tell the time of both. Rows of
+    its last burst that are still to come, come in the next timing.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
@@ -176,7 +178,9 @@ class Rounds:
         self.whole: list[float] = []
         """seconds of a round in each timing, by the clock"""
         self.told: list[float] = []
-        """the same by the rows"""
+        """the same by each row that counts"""
+        self._first_burst = 0
+        """rounds that were played when a timing's first burst came, and no other"""
 
     def __call__(self, seconds: float) -> float:
         """Seconds of a round; for 0, warms up until two looks agree."""
@@ -201,7 +205,6 @@ class Rounds:
         run = self._run
         started, first = self._finish(), run.round
         now = started
-        told: list[float] = []
         while run.round == first or now - started < seconds:
             row = next(self._rows, None)
             if row is None:
@@ -209,12 +212,12 @@ class Rounds:
             now = time.perf_counter()
             if self.first_row is None:
                 self.first_row = now - self._made_at
-            told.append(row["seconds"])
+            if row["round"] == first + 1:
+                self._first_burst = run.round
+            if run.round != self._first_burst:
+                self.told.append(row["seconds"])
         found = (self._finish() - started) / (run.round - first)
         self.whole.append(found)
-        # The rows of the first burst also waited for whatever was timed in between.
-        later = [value for value in told if value != told[0]]
-        self.told += [statistics.mean(later)] if len(later) >= ENOUGH_ROWS else []
         return found
 
     def count(self, what: Callable[[Callable[[], object]], int]) -> float:
@@ -230,7 +233,7 @@ class Rounds:
 
     def disagree(self) -> str:
         """What the rows tell, where it is not what the clock says."""
-        if not self.told:
+        if len(self.told) < ENOUGH_ROWS:
             return ""
         whole, told = statistics.median(self.whole), statistics.median(self.told)
         if max(whole, told) <= AGREE * min(whole, told):

@@ -19,6 +19,35 @@ SETTLE_SECONDS = 0.25
 """Rounds that stay on the device are looked at this often: for the progress, and for an interruption."""
 
 
+class RoundClock:
+    """Times rounds, without what it takes whoever is handed the rows to ask for more.
+
+    A device plays on meanwhile, at most what it was asked for. So while it does, that time is the rounds' too.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._least = 0.0
+        """seconds that the next rounds took in any case"""
+        self.pace = 0.0
+        """seconds of a round, as those that were settled last took"""
+
+    def lap(self, rounds: float) -> float:
+        """Seconds of these rounds, which are settled just now; those of the next ones begin."""
+        now = time.perf_counter()
+        took, self._since, self._least = max(now - self._since, self._least), now, 0.0
+        self.pace = took / rounds
+        return took
+
+    def go_on(self, handed_at: float, in_flight: int) -> None:
+        """Somebody had rows since a moment; so many rounds were asked for before, and nobody has settled them yet."""
+        now = time.perf_counter()
+        ahead = self.pace * in_flight
+        if now - handed_at >= ahead:  # the device was done and waited
+            self._since += now - handed_at
+            self._least = ahead
+
+
 def play_in_step(runs: Sequence[Run]) -> Generator[tuple[Run, Row | FednormError]]:
     """Play the remaining rounds of some runs in step; rows come when they are settled.
 
@@ -27,7 +56,7 @@ def play_in_step(runs: Sequence[Run]) -> Generator[tuple[Run, Row | FednormError
     others go on.
     """
     failed: dict[Run, FednormError] = {}
-    burst, new, since = 1, 0, time.perf_counter()
+    burst, new, clock = 1, 0, RoundClock()
     try:
         while active := [run for run in runs if not run.over and run not in failed]:
             ends = False
@@ -44,20 +73,22 @@ def play_in_step(runs: Sequence[Run]) -> Generator[tuple[Run, Row | FednormError
             settled = {run: [] if run in failed else attempt(run.settle, count) for run, count in counts.items()}
             failed |= {run: rows for run, rows in settled.items() if isinstance(rows, FednormError)}
             rows = [(run, row) for run, each in settled.items() if not isinstance(each, FednormError) for row in each]
-            now, new = time.perf_counter(), 0
-            for _, row in rows:
-                row["seconds"] = round((now - since) / len(rows), 6)
+            new = 0
             if rows:
-                pace = (now - since) / (len(rows) / len(active))
-                burst, since = min(MOST_AWAITED // 2, max(1, int(SETTLE_SECONDS / pace))), now
+                seconds = round(clock.lap(len(rows) / len(active)) / len(rows), 6)
+                burst = min(MOST_AWAITED // 2, max(1, int(SETTLE_SECONDS / clock.pace)))
+                for run, row in rows:
+                    row["seconds"] = run.told_seconds = seconds
             for run in active:
                 if ends and run not in failed:
                     run.commit_if_due()
+            handed_at = time.perf_counter()
             yield from sorted(rows, key=lambda each: each[1]["round"])
             for run in active:
                 if run in failed:
                     run.close()
                     yield run, failed[run]
+            clock.go_on(handed_at, max((len(run.unsettled) for run in active if run not in failed), default=0))
     finally:
         for run in runs:
             run.close()

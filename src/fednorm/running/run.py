@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -85,6 +86,8 @@ class Run(PlayedRun):
         """rounds that were played, whose reports, and those of all their exchanges, were not looked at yet"""
         self._uncommitted: list[Row] = []
         self._committed_at = self._settled_at = time.perf_counter()
+        self.told_seconds = math.inf
+        """of a round, in the row that was told last"""
         if not facts:
             self._commit()
 
@@ -155,7 +158,8 @@ class Run(PlayedRun):
         now = time.perf_counter()
         for row, reports, awaited in rounds:
             row |= cast(Row, losses_of(reports))
-            row["seconds"] = round((now - self._settled_at) / len(rounds), 6)
+            # Whoever was told of the last rounds may have taken their time before they stop the run.
+            row["seconds"] = min(self.told_seconds, round((now - self._settled_at) / len(rounds), 6))
             for each in awaited:
                 for client, why in each.flaws(self.server.norm_factor).items():
                     raise diverged(f"round {row['round']}, client {client}: {why}")
