@@ -191,8 +191,10 @@ def check_group_norm(dtype: torch.dtype, channels: int, groups: int, size: int) 
         rows = apart(gamma)
         got, mean, inverse = group_norm.run_group_norm(given, rows, apart(beta), groups, 1e-5, addend=addend, relu=True)
         close(got, y)
-        *grads, masked = group_norm.run_group_norm_grad(given, away, mean, inverse, rows, groups, y=got, masked=True)
-        for left, right in zip(grads, wanted, strict=True):
+        dx, *parts, masked = group_norm.run_group_norm_grad(
+            given, away, mean, inverse, rows, groups, y=got, masked=True
+        )
+        for left, right in zip((dx, *(part.sum(1) for part in parts)), wanted, strict=True):
             close(left, right, 1e-3)
         close(masked, dy * (got > 0))
 
@@ -451,7 +453,10 @@ def check_layers(dtype: torch.dtype) -> None:
     ):
         y, parts = check_conv(dtype, *case)
         pixels = y.numel() // (len(y) * y.shape[-1])
-        for moments in (None, (parts, conv_tile(*case[:2], pixels, wide=dtype == torch.float32).pixels)):
+        for moments in (
+            None,
+            (parts, conv_tile(*case[:2], case[4] ** 2, pixels, len(y), wide=dtype == torch.float32).pixels),
+        ):
             check_norm(y, moments, training=True)
         check_norm(y, None, training=False)
     for case in ((16, 2, 8), (32, 1, 3), (8, 8, 5)):

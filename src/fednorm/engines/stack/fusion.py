@@ -55,6 +55,8 @@ _REWRITES: tuple[Rewrite, ...] = (
     (_own.norm_grad.default, neighbours.take_in_relu_grad),
     (_own.group_norm_grad.default, neighbours.take_in_relu_grad),
     (_own.conv_input_grad.default, neighbours.take_in_sum),
+    (_own.sgd.default, updates.take_in_sums_of_images),
+    (_own.adam.default, updates.take_in_sums_of_images),
     (_own.fold.default, passes.round_at_once),
     (_own.moved.default, passes.take_in_sum_of_row),
     ("output", passes.begin_with_one_zero),

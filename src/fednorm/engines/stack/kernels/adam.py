@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fednorm.core.optimizers import AdamUpdate
-from fednorm.engines.stack.kernels.gradients import BLOCK, gradient, shares
+from fednorm.engines.stack.kernels.gradients import BLOCK, gradient_of, shares, summed
 from fednorm.engines.stack.kernels.launch import kernel
 
 
@@ -29,7 +29,10 @@ def _adam_kernel(
 ):  # fmt: skip
     client = tl.program_id(1)
     row = client.to(tl.int64)
-    at, inside, grad = gradient(sources, place_ptr, row, grad_stride, numbers, parts, LISTED, LANES)
+    at, inside, grad_ptr, numbers, parts = gradient_of(
+        sources, place_ptr, row, grad_stride, numbers, parts, LISTED, LANES
+    )
+    grad = summed(grad_ptr, inside, numbers, parts, LANES)
     lr, decay = tl.load(lr_ptr + client), tl.load(decay_ptr + client)
     value = tl.load(value_ptr + row * value_stride + at, mask=inside, other=0.0)
     if DECOUPLED:

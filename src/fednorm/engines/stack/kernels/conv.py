@@ -199,11 +199,12 @@ def run_conv(
     outs, ins = (ins, filters) if backward else (filters, ins)
     _, batch, height, width, _ = x.shape
     y = x.new_empty(clients, batch, *size, outs)
-    tile = conv_tile(ins, outs, batch * size[0] * size[1], x.dtype == torch.float32)
+    pixels, taps = batch * size[0] * size[1], shape.kernel_h * shape.kernel_w
+    tile = conv_tile(ins, outs, taps, pixels, clients, x.dtype == torch.float32)
     gathered = tile.gathers(ins)
     halved = backward and shape.stride == 2 and not gathered and size[0] % 2 == size[1] % 2 == 0
     share = 4 if halved else 1
-    tiles = share * triton.cdiv(batch * size[0] * size[1] // share, tile.pixels)
+    tiles = share * triton.cdiv(pixels // share, tile.pixels)
     parts = torch.empty((clients, tiles, 2, outs) if moments else (0,), dtype=torch.float32, device=x.device)
     if shape.is_pointwise:
         run_point(x, w, y, parts, tile, backward=backward, bias=bias, addend=addend, relu=relu)

@@ -21,7 +21,7 @@ BLOCK = 512
 """Numbers of a program."""
 _SOURCES = 32
 """Tensors that a launch reads gradients from, at most."""
-_AT_ONCE = tl.constexpr(8)
+_AT_ONCE = tl.constexpr(4)
 """Parts of a number that are on their way at once: one after the other, a hundred would take longer than all else."""
 
 
@@ -47,8 +47,8 @@ _FIELDS = tl.constexpr(len(Place._fields))
 
 
 @triton.jit
-def gradient(sources, place_ptr, row, stride, numbers, parts, LISTED: tl.constexpr, LANES: tl.constexpr):
-    """Of a program: which numbers it moves, whether they are there, and their gradients, summed over the parts."""
+def gradient_of(sources, place_ptr, row, stride, numbers, parts, LISTED: tl.constexpr, LANES: tl.constexpr):
+    """Of a program: which numbers it moves, whether they are there, and their gradients: where, how far, how many."""
     lane = tl.arange(0, LANES)
     grad_ptr = sources[0]
     if LISTED:
@@ -62,14 +62,19 @@ def gradient(sources, place_ptr, row, stride, numbers, parts, LISTED: tl.constex
     else:
         at = tl.program_id(0) * LANES + lane
         begin, inside = at, at < numbers
-    grad_ptr = grad_ptr + row * stride + begin
+    return at, inside, grad_ptr + row * stride + begin, numbers, parts
+
+
+@triton.jit
+def summed(grad_ptr, inside, numbers, parts, LANES: tl.constexpr):
+    """Gradients that `gradient_of` found, summed over their parts."""
     grad = tl.zeros((LANES,), dtype=tl.float32)
     for first in range(0, parts, _AT_ONCE):
         for part in tl.static_range(_AT_ONCE):
             there = inside & (tl.full((LANES,), first + part, dtype=tl.int32) < parts)
             grad += tl.load(grad_ptr + part * numbers, mask=there, other=0.0)
         grad_ptr += _AT_ONCE * numbers
-    return at, inside, grad
+    return grad
 
 
 class Share(NamedTuple):
@@ -84,7 +89,7 @@ class Share(NamedTuple):
 
     @property
     def read(self) -> tuple[object, ...]:
-        """The arguments of `gradient` that a kernel hands on: sources, list, stride, numbers and parts."""
+        """The arguments of `gradient_of` that a kernel hands on: sources, list, stride, numbers and parts."""
         first = self.sources[0]
         _, parts, numbers = first.shape
         return self.sources, first if self.places is None else self.places, first.stride(0), numbers, parts

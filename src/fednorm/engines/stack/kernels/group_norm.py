@@ -81,8 +81,9 @@ def _gradient(dy_ptr, y_ptr, at, mask, RELU: tl.constexpr):
 
 @kernel("batch", "rows")
 def _backward_kernel(
-    x_ptr, dy_ptr, y_ptr, mean_ptr, inverse_ptr, gamma_ptr, dx_ptr, part_ptr, masked_ptr, gamma_stride, batch, rows,
-    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, RELU: tl.constexpr, MASKED: tl.constexpr,
+    x_ptr, dy_ptr, y_ptr, mean_ptr, inverse_ptr, gamma_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr, gamma_stride,
+    batch, rows, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, RELU: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x, and each image's part of those of gamma and beta."""
     image = tl.program_id(0).to(tl.int64)
@@ -100,9 +101,8 @@ def _backward_kernel(
         hat = (tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
         sums += tl.sum(dy, 0)
         products += tl.sum(dy * hat, 0)
-    part = part_ptr + image * (2 * CHANNELS) + channel
-    tl.store(part, products)
-    tl.store(part + CHANNELS, sums)
+    tl.store(dgamma_ptr + image * CHANNELS + channel, products)
+    tl.store(dbeta_ptr + image * CHANNELS + channel, sums)
     level = _by_group(gamma * sums, CHANNELS, GROUPS) / count
     slope = _by_group(gamma * products, CHANNELS, GROUPS) / count
     for start in range(0, rows, ROWS):
@@ -143,14 +143,16 @@ def run_group_norm(
 def run_group_norm_grad(
     x: Tensor, dy: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, groups: int, *, y: Tensor | None, masked: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gamma and beta; with y, dy is that of its ReLU, which `masked` hands over too."""
+    """Gradients of x, and of gamma and beta as (client, image, channel), still to be summed over the images.
+
+    With y, dy is that of its ReLU, which `masked` hands over too.
+    """
     clients, batch, rows, channels = _sizes(x)
     dx, through = torch.empty_like(x), torch.empty_like(dy) if masked else dy.new_empty(0)
-    parts = torch.empty(clients, batch, 2, channels, device=x.device)
+    dgamma, dbeta = (torch.empty(clients, batch, channels, device=x.device) for _ in range(2))
     _backward_kernel[(clients * batch,)](
-        x, dy, x if y is None else y, mean, inverse, gamma, dx, parts, through, gamma.stride(0), batch, rows,
+        x, dy, x if y is None else y, mean, inverse, gamma, dx, dgamma, dbeta, through, gamma.stride(0), batch, rows,
         CHANNELS=channels, GROUPS=groups, ROWS=_rows_at_once(rows, channels), RELU=y is not None, MASKED=masked,
         num_warps=8,
     )  # fmt: skip
-    dgamma, dbeta = parts.sum(1).unbind(1)
-    return dx, dgamma, dbeta.contiguous(), through  # an operator's results must not share memory
+    return dx, dgamma, dbeta, through

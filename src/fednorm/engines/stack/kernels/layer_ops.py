@@ -55,15 +55,12 @@ def _(
     return channels_second(channels_last(x.new_empty(x.shape))), each, each.new_empty(each.shape)
 
 
-@torch.library.custom_op("fednorm::group_norm_grad", mutates_args=())
-def group_norm_grad(
+@torch.library.custom_op("fednorm::group_norm_grad_parts", mutates_args=())
+def group_norm_grad_parts(
     x: Tensor, dy: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, groups: int,
     y: Tensor | None = None, masked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, gamma and beta; with y, the output of a ReLU after the norm, dy is that ReLU's gradient.
-
-    The last is dy behind the ReLU, where `masked` asks for it, else empty.
-    """
+    """As `group_norm_grad`, gradients of gamma and beta as (client, image, channel), to be summed over the images."""
     if _group_kernels_fit(x, groups):
         from fednorm.engines.stack.kernels.group_norm import run_group_norm_grad
 
@@ -77,9 +74,28 @@ def group_norm_grad(
     scaled = grad * _spread(gamma[:, None])
     level, slope = _by_group(scaled.mean((3, 4)), groups), _by_group((scaled * hat).mean((3, 4)), groups)
     dx = _spread(inverse) * (scaled - _spread(level) - hat * _spread(slope))
-    dgamma, dbeta = (grad * hat).sum((1, 3, 4)), grad.sum((1, 3, 4))
     through = channels_second(channels_last(dz)) if masked else dy.new_empty(0)
-    return channels_second(channels_last(dx.to(x.dtype))), dgamma, dbeta, through
+    return channels_second(channels_last(dx.to(x.dtype))), (grad * hat).sum((3, 4)), grad.sum((3, 4)), through
+
+
+@torch.library.custom_op("fednorm::group_norm_grad", mutates_args=())
+def group_norm_grad(
+    x: Tensor, dy: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, groups: int,
+    y: Tensor | None = None, masked: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, gamma and beta; with y, the output of a ReLU after the norm, dy is that ReLU's gradient.
+
+    The last is dy behind the ReLU, where `masked` asks for it, else empty.
+    """
+    dx, dgamma, dbeta, through = group_norm_grad_parts(x, dy, mean, inverse, gamma, groups, y, masked)
+    return dx, dgamma.sum(1), dbeta.sum(1), through
+
+
+def _norm_grads(x: Tensor, dy: Tensor, gamma: Tensor, masked: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What they return, without its numbers; gamma as its gradient is."""
+    through = channels_second(channels_last(dy.new_empty(dy.shape))) if masked else dy.new_empty(0)
+    dx = channels_second(channels_last(x.new_empty(x.shape)))
+    return dx, gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape), through
 
 
 @group_norm_grad.register_fake
@@ -87,9 +103,15 @@ def _(
     x: Tensor, dy: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, groups: int,
     y: Tensor | None = None, masked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    through = channels_second(channels_last(dy.new_empty(dy.shape))) if masked else dy.new_empty(0)
-    dx = channels_second(channels_last(x.new_empty(x.shape)))
-    return dx, gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape), through
+    return _norm_grads(x, dy, gamma, masked)
+
+
+@group_norm_grad_parts.register_fake
+def _(
+    x: Tensor, dy: Tensor, mean: Tensor, inverse: Tensor, gamma: Tensor, groups: int,
+    y: Tensor | None = None, masked: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _norm_grads(x, dy, gamma.new_empty(x.shape[:3]), masked)
 
 
 @torch.library.custom_op("fednorm::linear", mutates_args=())

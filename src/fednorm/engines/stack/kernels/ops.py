@@ -7,6 +7,7 @@ are tested against. Activations are (client, batch, channel, height, width), lai
 
 import os
 from importlib.util import find_spec
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -85,8 +86,9 @@ def _out_size(x: Tensor, w: Tensor, stride: int, padding: list[int]) -> tuple[in
 
 def part_rows(w: Tensor, y: Tensor) -> int:
     """How many pixels each part of `conv_moments` covers, of a convolution with this output."""
-    pixels = y.numel() // (y.shape[0] * y.shape[2])
-    return conv_tile(w.shape[2], w.shape[1], pixels, y.dtype == torch.float32).pixels
+    clients, outs, ins, *kernel = w.shape
+    pixels = y.numel() // (clients * outs)
+    return conv_tile(ins, outs, prod(kernel), pixels, clients, y.dtype == torch.float32).pixels
 
 
 @torch.library.custom_op("fednorm::images", mutates_args=())

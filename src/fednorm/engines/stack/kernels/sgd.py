@@ -11,27 +11,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fednorm.engines.stack.kernels.gradients import BLOCK, gradient, shares
+from fednorm.engines.stack.kernels.gradients import BLOCK, gradient_of, shares, summed
 from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.tiles import power_of_2
 
-_OUTS, _INS = 32, 64
+_OUTS, _INS = 16, 64
 """Weights of a program: rows long enough to be read in one go, and so few that several programs share a processor."""
 
 
 @triton.jit
+def _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MOMENTUM: tl.constexpr):
+    """Values and velocities of a client's row: asked for before gradients, so that both are on their way at once."""
+    row = tl.program_id(1).to(tl.int64)
+    value = tl.load(value_ptr + row * value_stride + at, mask=inside, other=0.0)
+    velocity = tl.load(velocity_ptr + row * velocity_stride + at, mask=inside, other=0.0) if MOMENTUM else value
+    return value, velocity
+
+
+@triton.jit
 def _move(
-    at, inside, grad, value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
-    value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride,
-    MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr,
+    value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
+    new_stride, new_velocity_stride, rounded_stride, MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Read the values at some places of a client's row, and write what they become."""
+    """Write what values and velocities of a client's row become."""
     client = tl.program_id(1)
     row = client.to(tl.int64)
-    value = tl.load(value_ptr + row * value_stride + at, mask=inside, other=0.0)
     step = grad + tl.load(decay_ptr + client) * value
     if MOMENTUM:
-        velocity = tl.load(velocity_ptr + row * velocity_stride + at, mask=inside, other=0.0)
         step = tl.load(momentum_ptr + client) * velocity + step
         tl.store(new_velocity_ptr + row * new_velocity_stride + at, step, mask=inside)
     value -= tl.load(lr_ptr + client) * step
@@ -47,10 +53,14 @@ def _sgd_kernel(
     MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr, LISTED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    at, inside, grad = gradient(sources, place_ptr, row, grad_stride, numbers, parts, LISTED, LANES)
+    at, inside, grad_ptr, numbers, parts = gradient_of(
+        sources, place_ptr, row, grad_stride, numbers, parts, LISTED, LANES
+    )
+    value, velocity = _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MOMENTUM)
+    grad = summed(grad_ptr, inside, numbers, parts, LANES)
     _move(
-        at, inside, grad, value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr,
-        decay_ptr, value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,
+        value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
+        new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,
     )  # fmt: skip
 
 
@@ -65,6 +75,9 @@ def _sgd_linear_kernel(
     blocks = tl.cdiv(ins, INS)
     out = tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
     taken = tl.program_id(0) % blocks * INS + tl.arange(0, INS)
+    at = out[:, None] * ins + taken[None, :]
+    inside = (out < outs)[:, None] & (taken < ins)[None, :]
+    value, velocity = _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MOMENTUM)
     grad = tl.zeros((OUTS, INS), dtype=tl.float32)
     for start in range(0, rows, ROWS):
         example = start + tl.arange(0, ROWS)
@@ -72,11 +85,9 @@ def _sgd_linear_kernel(
         dy = tl.load(dy_ptr + (row * rows + example)[:, None] * outs + out[None, :], known & (out < outs)[None, :], 0.0)
         x = tl.load(x_ptr + (row * rows + example)[:, None] * ins + taken[None, :], known & (taken < ins)[None, :], 0.0)
         grad = tl.dot(tl.trans(dy), x, grad, input_precision="ieee")
-    at = out[:, None] * ins + taken[None, :]
-    inside = (out < outs)[:, None] & (taken < ins)[None, :]
     _move(
-        at, inside, grad, value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr,
-        decay_ptr, value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,
+        value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
+        new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,
     )  # fmt: skip
 
 

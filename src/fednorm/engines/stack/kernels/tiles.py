@@ -1,4 +1,4 @@
-"""How the kernels cut their work, found by trying cuts on an H200 with the layers of ResNet20 and ResNet18."""
+"""How the kernels cut their work, found by trying cuts on an H200 with layers of ResNets and of the studies' CNNs."""
 
 from __future__ import annotations
 
@@ -57,22 +57,38 @@ def _fills(channels: int, block: int) -> bool:
     return channels <= block or 4 * -(-channels // block) * block <= 5 * channels
 
 
-def conv_tile(ins: int, outs: int, pixels: int, wide: bool) -> Tile:
-    """The cut of a convolution by its channels and a client's pixels; `wide` numbers have 4 bytes."""
+def conv_tile(ins: int, outs: int, taps: int, pixels: int, clients: int, wide: bool) -> Tile:
+    """The cut of a convolution by its channels, taps and a client's pixels; `wide` numbers have 4 bytes."""
     block = min(64, max(16, power_of_2(outs)))
     if wide and ins >= 16 and block > 16:
         return Tile(pixels=8192 // block, outs=block, terms=16, warps=256 // block, stages=3)
     # Many pixels of many terms each would not fit into the 99 KB of a consumer's GPU.
-    terms = 32 if ins < 16 else min(64 if block > 16 else 32, power_of_2(ins))
-    large = not wide and outs >= 128 and terms == 64 and _fills(outs, 128)
-    if terms == 64 and not _fills(ins, terms):
-        terms = 32
-    if large:
+    terms = _terms(ins, taps, block)
+
+    def programs(each: int) -> int:
+        return clients * -(-pixels // each) * -(-outs // 128)
+
+    if not wide and outs > 64 and _fills(outs, 128):
         # Many channels come with few pixels, which are then cut finer to have enough programs.
-        return Tile(64, 128, terms, 4, 4) if outs >= 256 else Tile(128, 128, terms, 4, 3)
+        if programs(128) >= 180:
+            return Tile(128, 128, terms, 4, 3 if terms == 64 else 4)
+        return Tile(64, 128 if programs(64) >= 100 else 64, terms, 4, 4)
     # Large tiles leave few moments, which every program of a batch norm joins; of small images there would be too few.
-    each = 2 if not wide and block == 64 and pixels >= 8192 else 1
+    each = 2 if not wide and block == 64 and pixels >= (4096 if taps > 1 else 8192) else 1
     return Tile(each * 4096 // block, block, terms, warps=2 if wide and block == 16 else 4, stages=3)
+
+
+def _terms(ins: int, taps: int, block: int) -> int:
+    """Terms of a turn: those of few channels are gathered, and are fetched while others are multiplied.
+
+    >>> [_terms(*case) for case in ((3, 9, 64), (3, 25, 64), (16, 9, 16), (100, 9, 64), (150, 9, 64), (256, 9, 64))]
+    [32, 16, 16, 64, 32, 64]
+    """
+    if ins < 16:
+        return 32 if ins * taps <= 32 else 16
+    most = min(64 if block > 16 else 32, power_of_2(ins))
+    halves = -(-ins // 32)
+    return 32 if most == 64 and halves % 2 and not _fills(ins, 64) else most
 
 
 class Cut(NamedTuple):
@@ -98,7 +114,7 @@ def _cut(pixels: int, each: int, blocks: int, clients: int, programs: int, fewes
 
 def weight_cut(ins: int, outs: int, taps: int, pixels: int, clients: int, wide: bool) -> tuple[Tile, Cut]:
     """How the gradient of a convolution's weights is cut; `pixels` are those of a client's output."""
-    tile, programs = weight_tile(taps * ins, outs, wide)
+    tile, programs = weight_tile(ins, outs, taps, wide)
     # The terms of a program are of one tap, unless a tap has very few channels.
     each = -(-taps * ins // tile.terms) if tile.gathers(ins) else taps * -(-ins // tile.terms)
     blocks = each * -(-outs // tile.outs)
@@ -120,12 +136,14 @@ def filter_cut(channels: int, taps: int, pixels: int, clients: int) -> Cut:
     return _cut(pixels, FILTER_PIXELS, blocks, clients, programs=1056, fewest=8)
 
 
-def weight_tile(terms: int, outs: int, wide: bool) -> tuple[Tile, int]:
+def weight_tile(ins: int, outs: int, taps: int, wide: bool) -> tuple[Tile, int]:
     """The cut of a gradient of weights, and how many programs should share the work; `wide` numbers have 4 bytes."""
-    most = min(64, max(16, power_of_2(terms)))
-    block = min(64 if wide or not _fills(outs, 128) else 128, max(16, power_of_2(outs)))
+    most = min(64, max(16, power_of_2(taps * ins)))
+    # Looking for the pixels of several taps again costs more than channels that are not there.
+    large = not wide and (taps > 1 or _fills(outs, 128))
+    block = min(128 if large else 64, max(16, power_of_2(outs)))
     if block == 16:
-        return Tile(64, 16, most, 2, 2), 1056
+        return Tile(64, 16, most, 2 if wide else 1, 2), 1056
     return (Tile(64, block, min(32, most), 4, 3), 1056) if wide else (Tile(64, block, most, 4, 3), 528)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
 
 from fednorm.engines.stack.kernels.tiles import ALONE, FEW_ROWS
 from fednorm.engines.stack.rewrites.nodes import behind, call
@@ -26,6 +27,40 @@ def take_in_sums(graph: Graph, update: Node) -> None:
     """Gradients of filters are left in parts, which an update adds where it uses them, if nothing else reads them."""
     grads: Any = update.args[1]
     update.args = (update.args[0], [_in_parts(graph, grad) or grad for grad in grads], *update.args[2:])
+
+
+def take_in_sums_of_images(graph: Graph, update: Node) -> None:
+    """Gradients of a group norm's scales and shifts are left by image, too, if nothing but the update reads either."""
+    grads: Any = update.args[1]
+    rows = {grad: behind(grad, {_aten.reshape.default}) for grad in grads if isinstance(grad, Node)}
+    norms = dict.fromkeys(row.args[0] for row in rows.values() if row.target is operator.getitem)
+    by_image: dict[Node, Node] = {}
+    for norm in norms:
+        if norm.target is not _own.group_norm_grad.default:
+            continue
+        sums = {row: grad for grad, row in rows.items() if row.args[0] is norm and row.args[1] in (1, 2)}
+        read = [user for user in norm.users if user.args[1] in (1, 2)]
+        if len(sums) < len(read) or any(not _only_leads_to(row, grad) for row, grad in sums.items()):
+            continue
+        with graph.inserting_before(norm):
+            parts = graph.call_function(_own.group_norm_grad_parts.default, norm.args, norm.kwargs)
+            parts.meta = {"val": parts.target(*_values(norm.args), **_values(norm.kwargs))}  # type: ignore[operator]
+        for row, grad in sums.items():
+            with graph.inserting_before(update):
+                by_image[grad] = call(graph, operator.getitem, (parts, row.args[1]))
+        norm.replace_all_uses_with(parts, delete_user_cb=lambda user, sums=sums: user not in sums)
+    update.args = (update.args[0], [by_image.get(grad, grad) for grad in grads], *update.args[2:])
+
+
+def _only_leads_to(row: Node, grad: Node) -> bool:
+    """Whether what an operator returns is read as this gradient alone, seen through views."""
+    while row is not grad and len(row.users) == 1:
+        (row,) = row.users
+    return row is grad and len(grad.users) == 1
+
+
+def _values(args: Any) -> Any:
+    return tree_map_only(Node, lambda node: node.meta["val"], args)
 
 
 _IN_PARTS: dict[Any, Any] = {
