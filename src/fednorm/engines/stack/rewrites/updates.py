@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -32,23 +33,24 @@ def take_in_sums(graph: Graph, update: Node) -> None:
 def take_in_sums_of_images(graph: Graph, update: Node) -> None:
     """Gradients of a group norm's scales and shifts are left by image, too, if nothing but the update reads either."""
     grads: Any = update.args[1]
-    rows = {grad: behind(grad, {_aten.reshape.default}) for grad in grads if isinstance(grad, Node)}
-    norms = dict.fromkeys(row.args[0] for row in rows.values() if row.target is operator.getitem)
+    summed: dict[Node, dict[Node, Node]] = defaultdict(dict)
+    for grad in grads:
+        row = behind(grad, {_aten.reshape.default})
+        if isinstance(row, Node) and row.target is operator.getitem and row.args[1] in (1, 2):
+            summed[row.args[0]][row] = grad  # type: ignore[index]
     by_image: dict[Node, Node] = {}
-    for norm in norms:
-        if norm.target is not _own.group_norm_grad.default:
-            continue
-        sums = {row: grad for grad, row in rows.items() if row.args[0] is norm and row.args[1] in (1, 2)}
+    for norm, rows in summed.items():
         read = [user for user in norm.users if user.args[1] in (1, 2)]
-        if len(sums) < len(read) or any(not _only_leads_to(row, grad) for row, grad in sums.items()):
+        if norm.target is not _own.group_norm_grad.default or rows.keys() != set(read):
+            continue
+        if not all(_only_leads_to(row, grad) for row, grad in rows.items()):
             continue
         with graph.inserting_before(norm):
             parts = graph.call_function(_own.group_norm_grad_parts.default, norm.args, norm.kwargs)
             parts.meta = {"val": parts.target(*_values(norm.args), **_values(norm.kwargs))}  # type: ignore[operator]
-        for row, grad in sums.items():
-            with graph.inserting_before(update):
-                by_image[grad] = call(graph, operator.getitem, (parts, row.args[1]))
-        norm.replace_all_uses_with(parts, delete_user_cb=lambda user, sums=sums: user not in sums)
+        with graph.inserting_before(update):
+            by_image |= {grad: call(graph, operator.getitem, (parts, row.args[1])) for row, grad in rows.items()}
+        norm.replace_all_uses_with(parts, delete_user_cb=lambda user, rows=rows: user not in rows)
     update.args = (update.args[0], [by_image.get(grad, grad) for grad in grads], *update.args[2:])
 
 
