@@ -189,6 +189,27 @@ def test_seeds_that_do_not_fit_together_are_played_one_by_one(tmp_path: Path) ->
     assert said == ["paper.t1  fedavg  seeds 0", "paper.t1  fedavg  seeds 1"]
 
 
+def test_two_at_once_share_what_is_missing(tmp_path: Path) -> None:
+    asked, said, elsewhere = study("fedavg", "fixbn", "fedbn", seeds=(0,)), list[str](), list[str]()
+    played: list[int] = []
+
+    @contextmanager
+    def while_another_plays(cells: Sequence[Cell]) -> Iterator[OnRow]:
+        if not played:  # it finds the first one taken, and leaves nothing else
+            played.append(play_next([asked], place(tmp_path), 5.0, unwatched, elsewhere.append))
+        yield lambda run, row: None
+
+    assert play_next([asked], place(tmp_path), 5.0, while_another_plays, said.append) == 1
+    assert said == ["paper.t1  fedavg  seeds 0"]
+    assert played == [2]
+    assert elsewhere == [
+        "paper.t1  fedavg: another process is at it",
+        "paper.t1  fixbn  seeds 0",
+        "paper.t1  fedbn  seeds 0",
+    ]
+    assert sorted(name.split("-")[2] for name in digests(tmp_path)) == ["fedavg", "fedbn", "fixbn"]
+
+
 def test_the_list_names_every_experiment(tmp_path: Path) -> None:
     done = fednorm("reproduce", "--list", "--json", "--results", str(tmp_path))
     rows = done.json

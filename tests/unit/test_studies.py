@@ -259,6 +259,23 @@ def test_a_study_is_open_partly_done_or_done(tmp_path: Path) -> None:
     assert standing(study, library).state == "done"
 
 
+def test_seeds_that_share_no_stack_are_jobs_of_their_own(tmp_path: Path) -> None:
+    on_clock = {"fedavg_bn": "fedbuff(b=2)+fedavg", "fixbn": "fedbuff(b=2)+fixbn"}
+    study = Study(
+        experiment(PublishedCell("fedavg_bn", {}, 54.0, None), PublishedCell("fixbn", {}, 76.0, None)),
+        recipe(seeds=(0, 1), methods=on_clock),
+    )
+    library = Library(tmp_path)
+    jobs = list(missing_jobs([study], library))
+    assert [(job.label, job.seeds) for job in jobs] == [
+        ("fedavg_bn", (0,)),
+        ("fixbn", (0,)),
+        ("fedavg_bn", (1,)),
+        ("fixbn", (1,)),
+    ]
+    assert len({job.name for job in jobs}) == 4
+
+
 OF_ANOTHER_RUN = "its key is not that of its config, so it would stand for another run"
 
 

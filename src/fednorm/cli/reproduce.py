@@ -86,7 +86,8 @@ def reproduce(
     """Play a paper's experiment and print its numbers beside ours.
 
     `fednorm reproduce fixbn.norms --quick` takes minutes, `fednorm reproduce fixbn.norms --show` plays nothing, and
-    `fednorm reproduce --next --minutes 25` goes on with what is missing. What was stopped goes on where it was.
+    `fednorm reproduce --next --minutes 25` goes on with what is missing. What was stopped goes on where it was. Several
+    may play at once in one --work folder, on as many GPUs or on one that each leaves idle at times.
     """
     if sum((id is not None, listing, queue)) != 1:
         raise ConfigError("give one of: an experiment such as fixbn.norms, --list, or --next")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -84,8 +84,11 @@ class Library:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._found: dict[str, list[Record]] | None = None
-        """what there is of each key, once it was read"""
+        self._found = dict[str, list[Record]]()
+        """what was read of each key"""
+        self._read = set[str]()
+        """names of the files that were"""
+        self._looked = False
 
     def records(self, config: RunConfig) -> list[Record]:
         """Every record of a run, seed by seed, the most exact first."""
@@ -110,21 +113,25 @@ class Library:
             self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / record.file_name
         write_json(path, {"version": VERSION, **as_written(vars(record))}, indent=1)
+        self._read.add(path.name)
         known[:] = [*(each for each in known if each.file_name != record.file_name), record]
         return path
 
-    def _all(self) -> dict[str, list[Record]]:
-        if self._found is None:
-            self._found = {}
-            for record in self._read():
-                self._found.setdefault(record.key, []).append(record)
-        return self._found
-
-    def _read(self) -> Iterator[Record]:
+    def look_again(self) -> None:
+        """Read what others have put there since."""
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"'{self.folder}' is no folder, so it holds no results; give the folder they are in")
         for path in sorted(self.folder.glob("*.json")):
-            yield _read_record(path)
+            if path.name not in self._read:
+                record = _read_record(path)
+                self._found.setdefault(record.key, []).append(record)
+                self._read.add(path.name)
+        self._looked = True
+
+    def _all(self) -> dict[str, list[Record]]:
+        if not self._looked:
+            self.look_again()
+        return self._found
 
 
 def _read_record(path: Path) -> Record:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 
 from fednorm.data.verify import describe_dataset
-from fednorm.errors import FednormError
+from fednorm.errors import FednormError, LockedError
+from fednorm.files import disk_errors
 from fednorm.running.config import RunConfig
-from fednorm.studies.client_statistics import looks_of
+from fednorm.running.folder import RunFolder
+from fednorm.running.on_clock import names_strategy
+from fednorm.studies.client_statistics import Look, looks_of
 from fednorm.studies.estimate import usual_seconds
 from fednorm.studies.library import Library, key_of
 from fednorm.studies.playing import Place, Watched, play_runs
@@ -48,18 +52,55 @@ class Job:
     config: RunConfig
     seeds: tuple[int, ...]
 
+    @property
+    def name(self) -> str:
+        """Of its own among jobs."""
+        key = key_of(self.config)
+        return f"{key}-seed{self.seeds[0]}" if _is_alone(self.config) else key
+
 
 def missing_jobs(studies: Sequence[Study], library: Library) -> Iterator[Job]:
     """What is missing, in the order of the studies: the main readings of all of them, then the other ones."""
-    seen = set[str]()
+    seen = set[tuple[str, int]]()
     for variants in (False, True):
         for study in studies:
-            for cell in study.cells(variants=variants):
-                key = key_of(cell.config)
-                seeds = tuple(seed for seed in study.recipe.seeds if not library.has(cell.config, seed))
-                if seeds and key not in seen:
-                    yield Job(study.id, cell_label(cell), cell.config, seeds)
-                seen.add(key)
+            for job in _jobs(study, variants):
+                runs = {seed: (key_of(job.config), seed) for seed in job.seeds}
+                seeds = tuple(
+                    seed for seed, run in runs.items() if run not in seen and not library.has(job.config, seed)
+                )
+                seen.update(runs.values())
+                if seeds:
+                    yield replace(job, seeds=seeds)
+
+
+def _jobs(study: Study, variants: bool) -> list[Job]:
+    """All of a study, played or not: what has a stack for each seed alone first with the first seed, cell by cell."""
+    seeds, jobs = study.recipe.seeds, list[Job]()
+    for cell in study.cells(variants=variants):
+        apart = [(seed,) for seed in seeds] if _is_alone(cell.config) else [seeds]
+        jobs += [Job(study.id, cell_label(cell), cell.config, some) for some in apart]
+    return sorted(jobs, key=lambda job: seeds.index(job.seeds[0]))
+
+
+def _is_alone(config: RunConfig) -> bool:
+    """Whether seeds of a config share no stack: those on a clock do not."""
+    return names_strategy(config.method)
+
+
+@contextmanager
+def _claimed(job: Job, place: Place) -> Iterator[bool]:
+    """Hold a job among the processes that play in one folder; whether nobody else does."""
+    folder = RunFolder(place.work / "claims" / job.name)
+    with disk_errors(folder.path):
+        folder.path.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        try:
+            held.enter_context(folder.locked())
+        except LockedError:
+            yield False
+            return
+        yield True
 
 
 def play_next(
@@ -68,7 +109,7 @@ def play_next(
     """Play what is missing and likely to end in time; the number of runs that came to their end.
 
     Seeds that do not fit together are played one by one, as far as time goes. Data sets that are not here are passed
-    over.
+    over, and so is what another process plays in the same folder.
     """
 
     @cache
@@ -82,24 +123,43 @@ def play_next(
     deadline = time.monotonic() + 60 * minutes
     played, too_long = 0, float("inf")
     for job in missing_jobs(studies, place.library):
-        waiting = job.seeds if told_of(job.config.data.name) else ()
-        if waiting and not _that_fit(job, waiting, place, deadline - time.monotonic()):
+        if not told_of(job.config.data.name):
+            continue
+        if not _that_fit(job, job.seeds, place, deadline - time.monotonic()):
             too_long = min(too_long, usual_seconds(job.config, 1, place.on_gpu, place.library))
-        while seeds := _that_fit(job, waiting, place, deadline - time.monotonic()):
-            waiting = waiting[len(seeds) :]
-            say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
-            try:
-                ended = play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, looks)
-            except FednormError as error:  # of one job, and no reason to leave the machine idle
-                say(f"{job.study}  {job.label}: {error}")
-                break
-            if not ended:
-                say("time is over; what was stopped goes on from here the next time")
-                return played
-            played += len(seeds)
+            continue
+        with _claimed(job, place) as ours:
+            if not ours:
+                say(f"{job.study}  {job.label}: another process is at it")
+                continue
+            count, ended = _play_job(job, place, watched, deadline, looks, say)
+        played += count
+        if not ended:
+            say("time is over; what was stopped goes on from here the next time")
+            return played
     if not played and too_long < float("inf"):
         say(f"nothing that is missing is likely to end in time: the shortest takes about {too_long / 60:.0f} minutes")
     return played
+
+
+def _play_job(
+    job: Job, place: Place, watched: Watched, deadline: float, looks: Mapping[str, Look], say: Callable[[str], None]
+) -> tuple[int, bool]:
+    """Play what nobody has played of a job; how many runs came to their end, and whether time sufficed for them."""
+    place.library.look_again()
+    waiting = tuple(seed for seed in job.seeds if not place.library.has(job.config, seed))
+    played = 0
+    while seeds := _that_fit(job, waiting, place, deadline - time.monotonic()):
+        waiting = waiting[len(seeds) :]
+        say(f"{job.study}  {job.label}  seeds {', '.join(map(str, seeds))}")
+        try:
+            if not play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, looks):
+                return played, False
+        except FednormError as error:  # of one job, and no reason to leave the machine idle
+            say(f"{job.study}  {job.label}: {error}")
+            break
+        played += len(seeds)
+    return played, True
 
 
 def is_here(name: str, data_dir: str | None) -> bool:
