@@ -17,6 +17,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from fednorm.bench.cases import TABLE
 
 ROOT = Path(__file__).parents[1]
 GRACE = 30.0
@@ -31,17 +34,23 @@ class Part:
     command: tuple[str, ...]
     minutes: float
     writes: bool = True
+    before: tuple[tuple[str, ...], ...] = ()
+    """commands that are played side by side first: they leave on disk what compilers make, and no result"""
 
 
-def _bench(name: str, minutes: float, *options: str) -> Part:
-    return Part(name, ("-m", "fednorm", "bench", *options, "--repeats", "3", "--quiet"), minutes)
+def _bench(name: str, minutes: float, *options: str, before: tuple[tuple[str, ...], ...] = ()) -> Part:
+    return Part(name, ("-m", "fednorm", "bench", *options, "--repeats", "3", "--quiet"), minutes, before=before)
+
+
+def _compiled_alone(model: str) -> tuple[str, ...]:
+    return ("-m", "fednorm", "bench", "--models", model, "--repeats", "1", "--seconds", "0.01", "--quiet")
 
 
 PARTS = (
     Part("kernels", ("tests/kernel_checks.py",), 3, writes=False),
     Part("same_bits", ("tests/gpu_same_bits.py", "--precision", "bf16"), 5, writes=False),
     _bench("gpu", 6, "gpu", "--precisions", "bf16,tf32"),
-    _bench("gpu_models", 14, "models"),
+    _bench("gpu_models", 14, "models", before=tuple(map(_compiled_alone, TABLE.split(",")))),
     Part("gpu_packed", ("benchmarks/packed.py", "--whole", "64000"), 8),
     _bench("async_cuda", 5, "async"),
     _bench("gpu_rounds", 3, "rounds"),
@@ -51,27 +60,40 @@ PARTS = (
 )
 
 
+def _started(command: Sequence[str], log: IO[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _waited(process: subprocess.Popen[bytes], end: float) -> int | None:
+    """A process's exit code; None where time was too short, so that it was interrupted."""
+    try:
+        return process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return None
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
 def play(part: Part, seconds: float, out: Path) -> str:
     """Play a part for so long at most; how it ended, in words."""
     result, begun = out / f"{part.name}.json", time.monotonic()
     partial = out / f"{part.name}.partial.json"
-    command = [sys.executable, *part.command, *(("--out", str(partial)) if part.writes else ())]
+    end = begun + min(seconds, 60 * part.minutes)
     with (out / f"{part.name}.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(min(seconds, 60 * part.minutes))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for process in [_started(command, log) for command in part.before]:
+            _waited(process, end)
+        process = _started((*part.command, *(("--out", str(partial)) if part.writes else ())), log)
+        code = _waited(process, end)
+        if code is None:
             return f"interrupted after {time.monotonic() - begun:.0f} s"
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
     if code:
         return f"failed with exit code {code}"
     if part.writes:

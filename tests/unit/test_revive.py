@@ -135,6 +135,26 @@ def test_random_layers_draw_from_the_key_and_nowhere_else() -> None:
     assert torch.random.get_rng_state().equal(before)
 
 
+def test_a_network_as_narrow_as_the_clients_is_near_the_wide_one_and_answers_as_wide() -> None:
+    torch.manual_seed(0)
+    wide = network(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), StatTracker(8), nn.Flatten(), nn.Linear(8 * 16, 3))
+    narrow = replace(wide, narrow=torch.bfloat16)
+    tree, x = model_state(wide.model), torch.randn(16, 1, 6, 6)
+    for mode in ("still", "batch", "train"):
+        expected, found = wide(tree, x, mode, rng.key(0)), narrow(tree, x, mode, rng.key(0))
+        assert found.dtype == torch.float32
+        assert not found.equal(expected)
+        assert torch.allclose(found, expected, atol=0.02)
+    watched = wide.watched("tracker")
+    gaps: list[Tensor] = []
+    for made in (wide, narrow):
+        with seen_by(made, watched) as seen:
+            made(tree, x)
+        gaps.append(gap(made, watched, tree, seen))
+    assert gaps[0].dtype == gaps[1].dtype == torch.float32
+    assert gaps[1].item() == pytest.approx(gaps[0].item(), rel=0.01)
+
+
 # -- guard --
 
 
@@ -268,6 +288,32 @@ def test_synthesis_is_a_function_of_its_key_and_changes_nothing_it_was_given() -
     assert set(first[1].tolist()) <= {0, 1}  # the classes of the teachers
     assert all(kept[key].equal(parameters[key]) for key in kept)
     assert not first[2].equal(parameters["linear.weight"])
+
+
+def test_narrow_synthesis_makes_nearly_the_same_images() -> None:
+    made, several = teachers()
+    settings = Settings(batch=8, latent=4, width=4, crop=1)
+    parameters = first_parameters(4, 4, (1, 4, 4), 0)
+    found = [
+        synthesise(
+            settings,
+            Cast(replace(made, narrow=narrow), several, several[0].tree),
+            bare_generator(4, 4, (1, 4, 4)),
+            parameters,
+            Inputs("crop(1)"),
+            LossGuard(),
+            rng.key(1),
+            adversarial=True,
+        )
+        for narrow in (None, torch.bfloat16)
+    ]
+    assert found[1].images.dtype == torch.float32
+    assert not found[0].images.equal(found[1].images)
+    assert torch.allclose(found[0].images, found[1].images, atol=0.05)
+    assert found[1].losses[0] == pytest.approx(found[0].losses[0], rel=0.05)
+    for key, value in found[1].fast.items():
+        assert value.dtype == torch.float32
+        assert value.isfinite().all()
 
 
 def test_distillation_trains_its_keys_alone_towards_the_teachers() -> None:

@@ -95,6 +95,8 @@ class Context:
     """client -> shares of the classes in its data, where somebody may know them"""
     examples: tuple[Tensor, Tensor] | None = None
     """real inputs and labels at the server, for strategies that must not be without"""
+    narrow: torch.dtype | None = None
+    """what clients round to inside products and activations, such as bfloat16; None where they do not"""
 
 
 class Memory(NamedTuple):

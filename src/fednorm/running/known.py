@@ -26,6 +26,7 @@ def known_context(plan: Plan) -> Context:
         std=data.std,
         proportions=_proportions(plan) if _has_classes(plan) else None,
         examples=_held_out(plan),
+        narrow=torch.bfloat16 if plan.config.engine.precision == "bf16" else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -44,10 +44,12 @@ class Network:
     tied: bool = False
     hold: frozenset[Kind] = frozenset()
     """what training leaves as it is"""
+    narrow: torch.dtype | None = None
+    """what products and activations are rounded to, where clients do so too"""
 
     @classmethod
     def of(cls, context: Context) -> Network:
-        return cls(context.model, context.facts, context.tied)
+        return cls(context.model, context.facts, context.tied, narrow=context.narrow)
 
     def __call__(
         self, tree: Mapping[str, Tensor], x: Tensor, mode: Mode = "still", key: Tensor | None = None
@@ -60,8 +62,15 @@ class Network:
         if mode == "train" and key is not None:
             state |= dict.fromkeys(key_names(self.model), key)
             drawing = StandIns(key)
-        with self._in(mode), drawing:
-            return cast(Tensor, functional_call(self.model, state, (x,), tie_weights=self.tied))
+        if self.narrow is not None and x.dim() == 4:  # what tensor cores read without a copy
+            x = x.contiguous(memory_format=torch.channels_last)
+        with self._in(mode), drawing, self.rounding(x.device):
+            logits = cast(Tensor, functional_call(self.model, state, (x,), tie_weights=self.tied))
+        return logits.to(x.dtype)
+
+    def rounding(self, device: torch.device) -> AbstractContextManager[object]:
+        """In which products are as narrow as those of clients."""
+        return nullcontext() if self.narrow is None else torch.autocast(device.type, self.narrow)
 
     @property
     def _moving(self) -> list[str]:
@@ -108,7 +117,8 @@ def gap(network: Network, watched: tuple[Watched, ...], tree: Tree, seen: Mappin
     """How far the statistics of what layers see are from those a client has: sum of |mean - mean'| + |var - var'|."""
     total = torch.zeros((), device=next(iter(tree.values())).device)
     for layer, mean_key, spread_key, is_std in watched:
-        var, mean = _var_mean(network.model.get_submodule(layer), seen[layer])
+        inputs = seen[layer].to(tree[mean_key].dtype)
+        var, mean = _var_mean(network.model.get_submodule(layer), inputs)
         spread = tree[spread_key].square() if is_std else tree[spread_key]
         total = total + torch.linalg.vector_norm(tree[mean_key] - mean) + torch.linalg.vector_norm(spread - var)
     return total

@@ -105,7 +105,9 @@ def synthesise(
     for step in range(settings.steps):
         leaves = {name: value.detach().requires_grad_() for name, value in fast.items()}
         own = {name: value for name, value in leaves.items() if name in parameters}
-        images = images_of(generator, own, leaves[_NOISE] + settings.conditioning * (chosen @ leaves[_CLASSES]))
+        with cast.network.rounding(device):
+            images = images_of(generator, own, leaves[_NOISE] + settings.conditioning * (chosen @ leaves[_CLASSES]))
+        images = images.to(dtype)
         losses = _losses(settings, cast, inputs(images, rng.key(key, "augment", step)), labels, weights, adversarial)
         factor = {"feature": settings.feature, "one_hot": settings.one_hot, "adversarial": settings.adversarial}
         total = torch.stack([factor[name] * guard(name, loss) for name, loss in losses.items()]).sum()
