@@ -13,6 +13,7 @@ import torch
 
 from fednorm.bench.cases import read_cases
 from fednorm.engines.stack.kernels import ops
+from fednorm.engines.stack.kernels.element_ops import spread_into
 from fednorm.engines.stack.program import compile_kernels
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def test_kernels_compile_and_fit(arch: int, wide: bool) -> None:
     with tf32(wide), building(arch) as (kernels, failed):
         for graph in all_programs(wide):
             compile_kernels(graph)
+        for dtype in (torch.float32, torch.bfloat16):  # where a program puts what it returns
+            spread_into(torch.empty(2, 32, dtype=dtype), torch.zeros(32, dtype=dtype).expand(2, -1))
     assert not failed
     # Linear layers are torch's own in float32.
     left_out = {("fednorm.engines.stack.kernels.sgd", "_sgd_linear_kernel")} if wide else set()
