@@ -51,6 +51,7 @@ PARTS = (
     Part("same_bits", ("tests/gpu_same_bits.py", "--precision", "bf16"), 5, writes=False),
     _bench("gpu", 6, "gpu", "--precisions", "bf16,tf32"),
     _bench("gpu_models", 14, "models", before=tuple(map(_compiled_alone, TABLE.split(",")))),
+    Part("profiles", ("benchmarks/profile_step.py",), 5),
     Part("gpu_packed", ("benchmarks/packed.py", "--whole", "64000"), 8),
     _bench("async_cuda", 5, "async"),
     _bench("gpu_rounds", 3, "rounds"),
