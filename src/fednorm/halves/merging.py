@@ -47,7 +47,7 @@ def merge_updates(
 
     vectors = Reports.of(sorted(reports, key=lambda report: report.client), device)
     merged, remembered = merge_stack(phase, server, _Lazy(keys, stacked), vectors, schema, memory)
-    return _apart(merged, server), _apart(remembered, memory)
+    return apart(merged, server), apart(remembered, memory)
 
 
 def merge_stack(
@@ -168,7 +168,7 @@ def _by_rule(memory: Tree) -> Mapping[str, Tree]:
     return held
 
 
-def _apart(tree: Tree, before: Tree) -> Tree:
+def apart(tree: Tree, before: Tree) -> Tree:
     """The tree with its new tensors in storage of their own: a view's odd address would change how products round."""
     return {key: value if before.get(key) is value else value.clone() for key, value in tree.items()}
 

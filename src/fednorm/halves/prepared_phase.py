@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fednorm.core.method import Pass, Phase, Rule, Work
 from fednorm.core.optim import Optimizer
@@ -130,10 +131,18 @@ class PreparedPhase:
         state: Tree = {}
         for key, (entry, policy) in self.schema.items():
             value = trees[source_of(key, policy, initial)].get(key)
-            state[key] = (
-                torch.zeros(entry.shape, dtype=entry.dtype, device=device) if value is None else value.to(device)
-            )
+            state[key] = self._zeros(entry, device) if value is None else value.to(device)
         return state
+
+    def _zeros(self, entry: Entry, device: torch.device) -> Tensor:
+        """What a fresh entry begins with; the same tensor for all, as the server's are."""
+        if (entry.key, device) not in self._fresh:
+            self._fresh[entry.key, device] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+        return self._fresh[entry.key, device]
+
+    @cached_property
+    def _fresh(self) -> dict[tuple[str, torch.device], Tensor]:
+        return {}
 
     def starts(self, server: Tree, each: Iterable[Tree], device: torch.device) -> list[Tree]:
         """`start` of many clients with these own states; what is not their own is the same tensors for all."""

@@ -21,9 +21,10 @@ from fednorm.core.reductions import wide
 from fednorm.core.report import Layers, Reports, Weigh, normalised
 from fednorm.core.state import Entry, Kind, Policy, Tree
 from fednorm.core.strategy import Arrived, Strategy
-from fednorm.halves.merging import merge_updates
+from fednorm.halves.merging import apart, merge_stack, merge_updates
 from fednorm.halves.messages import Update
 from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.schema import Schema, keys_with
 from fednorm.halves.stacks import blend
 
 _VALUES = (Kind.STATISTIC, Kind.OPTIMIZER, Kind.EXTRA)
@@ -85,34 +86,23 @@ def next_version(
     if strategy.rate == 1 and not any(stale) and revise is None:
         ordered = sorted((each.update for each in landed), key=_client)
         return merge_updates(rules, server, ordered, phase.schema, memory)
-    layouts: dict[tuple[str, ...], _Laid] = {}
-    moved: list[tuple[_Laid, Tensor]] = []
-    for each, age in zip(landed, stale, strict=True):
-        keys = tuple(key for key in phase.shared if key in each.update.shared and moves(phase.schema[key][0]))
-        layout = layouts[keys] if keys in layouts else layouts.setdefault(keys, _Laid(keys, server))
-        moved.append((layout, layout.moved(each.update.shared, bases[each.version] if age else None, strategy.form)))
-    counts = [strategy.counts(age) for age in stale]
-    if revise is None:
-        values = [
-            layout.apart(flat if count == 1 else flat.sub_(layout.server).mul_(count).add_(layout.server))
-            for (layout, flat), count in zip(moved, counts, strict=True)
-        ]
-    else:
-        plain = [layout.apart(flat) for layout, flat in moved]
-        arrived = [
-            _arrived(phase, version, each, bases[each.version], own) for each, own in zip(landed, plain, strict=True)
-        ]
-        values = [{**old, **(new or {})} for old, new in zip(plain, revise(arrived, server), strict=True)]
-        values = [_discounted(each, server, count) for each, count in zip(values, counts, strict=True)]
-    updates = [
-        replace(each.update, shared={**_others(phase, each.update.shared, own), **own})
-        for each, own in zip(landed, values, strict=True)
+    layouts = _Layouts(phase, server)
+    laid = [
+        layouts.laid(each.update.shared, bases[each.version] if age and strategy.form != "models" else None)
+        for each, age in zip(landed, stale, strict=True)
     ]
-    return _blended(strategy, rules, phase, server, memory, updates, stale)
+    if revise is not None:
+        arrived = [
+            _arrived(phase, version, each, bases[each.version], own.trained.apart(own.moved))
+            for each, own in zip(landed, laid, strict=True)
+        ]
+        laid = [own.revised(new or {}) for own, new in zip(laid, revise(arrived, server), strict=True)]
+    laid = [own.discounted(strategy.counts(age)) for own, age in zip(laid, stale, strict=True)]
+    return _blended(strategy, rules, phase, server, layouts.wide_server(), memory, landed, laid, stale)
 
 
-class _Laid:
-    """The trained entries of trees, laid end to end in float64: a few operations do for all of them."""
+class _Layout:
+    """Entries of trees laid end to end in float64: a few operations do for all of them."""
 
     def __init__(self, keys: Sequence[str], server: Tree) -> None:
         self.keys = keys
@@ -126,14 +116,84 @@ class _Laid:
             return torch.zeros(0, dtype=torch.float64)
         return wide(torch.cat([tree[key].flatten() for key in self.keys]))
 
-    def moved(self, sent: Tree, base: Tree | None, form: str) -> Tensor:
-        """What came, as if its client had begun at the server's tree of now, unless it is taken as the model it is."""
-        flat = self.laid(sent)
-        return flat if base is None or form == "models" else flat.add_(self.server - self.laid(base))
-
     def apart(self, flat: Tensor) -> Tree:
-        pieces = flat.split_with_sizes(self.sizes) if self.keys else ()
-        return {key: piece.reshape(shape) for key, piece, shape in zip(self.keys, pieces, self.shapes, strict=True)}
+        """The entries of what is laid so; of a stack, each with its leading axis."""
+        pieces = flat.split_with_sizes(self.sizes, -1) if self.keys else ()
+        stack = flat.shape[:-1]
+        return {
+            key: piece.view(*stack, *shape) for key, piece, shape in zip(self.keys, pieces, self.shapes, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """What an update shares: what is trained, other numbers of any size, and the rest as it was sent."""
+
+    trained: _Layout
+    moved: Tensor
+    """as if its client had begun at the server's tree of now, unless it is taken as the model it is"""
+    others: _Layout
+    values: Tensor
+    rest: Tree
+
+    @property
+    def keys(self) -> set[str]:
+        return {*self.trained.keys, *self.others.keys, *self.rest}
+
+    def tree(self) -> Tree:
+        return {**self.rest, **self.others.apart(self.values), **self.trained.apart(self.moved)}
+
+    def revised(self, new: Tree) -> _Laid:
+        """With something in the place of what is trained."""
+        if not new:
+            return self
+        return replace(self, moved=self.trained.laid({**self.trained.apart(self.moved), **new}))
+
+    def discounted(self, count: float) -> _Laid:
+        """With changes that count for less."""
+        if count == 1:
+            return self
+        server = self.trained.server
+        return replace(self, moved=(self.moved - server).mul_(count).add_(server))
+
+
+class _Layouts:
+    """How the updates of a version are laid out; those with the same entries alike."""
+
+    def __init__(self, phase: PreparedPhase, server: Tree) -> None:
+        self._phase, self._server = phase, server
+        self._of: dict[tuple[str, ...], tuple[_Layout, _Layout]] = {}
+
+    def laid(self, sent: Tree, base: Tree | None) -> _Laid:
+        """What a client sent; with a base, from which it went, where that is not the server's tree of now."""
+        keys = tuple(key for key in self._phase.shared if key in sent)
+        if keys not in self._of:
+            trained = [key for key in keys if moves(self._phase.schema[key][0])]
+            others = [key for key in keys if key not in trained and self._server[key].is_floating_point()]
+            self._of[keys] = _Layout(trained, self._server), _Layout(others, self._server)
+        trained, others = self._of[keys]
+        moved = trained.laid(sent)
+        if base is not None:
+            moved.add_(trained.server - trained.laid(base))
+        rest = {key: sent[key] for key in keys if not sent[key].is_floating_point()}
+        return _Laid(trained, moved, others, others.laid(sent), rest)
+
+    def wide_server(self) -> Tree:
+        """What is shared of the server's tree, in float64."""
+        laid: Tree = {}
+        for trained, others in self._of.values():
+            laid |= trained.apart(trained.server) | others.apart(others.server)
+        return {key: laid[key] if key in laid else _wide(self._server[key]) for key in self._phase.shared}
+
+
+def _stacked(laid: Sequence[_Laid]) -> Tree | None:
+    """The entries of updates, each with a leading axis over them; None where not all are laid out alike."""
+    first = laid[0]
+    if any(each.trained is not first.trained or each.others is not first.others for each in laid):
+        return None
+    stacks = first.trained.apart(torch.stack([each.moved for each in laid]))
+    stacks |= first.others.apart(torch.stack([each.values for each in laid]))
+    return stacks | {key: torch.stack([each.rest[key] for each in laid]) for key in first.rest}
 
 
 def _arrived(phase: PreparedPhase, version: int, each: Landed, base: Tree, moved: Tree) -> Arrived:
@@ -150,31 +210,21 @@ def _arrived(phase: PreparedPhase, version: int, each: Landed, base: Tree, moved
     )
 
 
-def _discounted(values: Tree, server: Tree, count: float) -> Tree:
-    if count == 1:
-        return values
-    return {key: (value - server[key]).mul_(count).add_(server[key]) for key, value in values.items()}
-
-
-def _others(phase: PreparedPhase, sent: Tree, values: Tree) -> Tree:
-    """What an update has beside what is trained."""
-    return {key: _wide(sent[key]) for key in phase.shared if key in sent and key not in values}
-
-
 def _blended(
     strategy: Strategy,
     rules: Phase,
     phase: PreparedPhase,
     server: Tree,
+    wide_server: Tree,
     memory: Tree,
-    updates: Sequence[Update],
+    landed: Sequence[Landed],
+    laid: Sequence[_Laid],
     stale: Sequence[int],
 ) -> tuple[Tree, Tree]:
     """Merge what is wide, and let the server keep the share of its own that the strategy leaves it."""
-    schema, wide_server = phase.schema, {key: _wide(server[key]) for key in phase.shared}
-    order = sorted(range(len(updates)), key=lambda index: updates[index].client)
-    new, remembered = dict(server), memory
-    for keys, having in _by_havers(updates, order, wide_server).items():
+    schema, new, remembered = phase.schema, dict(server), memory
+    order = sorted(range(len(landed)), key=lambda index: landed[index].client)
+    for keys, having in _by_havers(laid, order, wide_server).items():
         counts = tuple(strategy.value_counts(stale[index]) for index in having)
         share = fmean(counts)
         merging = rules
@@ -184,7 +234,9 @@ def _blended(
         own = {key: _wide_entry(schema[key]) for key in keys if share or not _is_value(schema[key][0])}
         if not own:
             continue
-        merged, remembered = merge_updates(merging, wide_server, [updates[i] for i in having], own, remembered)
+        merged, remembered = _merged(
+            merging, wide_server, [landed[i].update for i in having], [laid[i] for i in having], own, remembered
+        )
         at_rate: dict[float, list[str]] = defaultdict(list)
         for key, (entry, _) in own.items():
             if entry.kind is Kind.COUNTER:
@@ -195,21 +247,33 @@ def _blended(
             if rate != 1:
                 mixed = blend([wide_server[key] for key in some], [merged[key] for key in some], rate)
                 merged |= zip(some, mixed, strict=True)
-        new |= {key: merged[key].to(server[key]) for key in own}
+        new |= {key: torch.empty_like(server[key]).copy_(merged[key]) for key in own}
     return new, remembered
 
 
-def _by_havers(updates: Sequence[Update], order: Sequence[int], server: Tree) -> dict[tuple[str, ...], tuple[int, ...]]:
+def _merged(
+    rules: Phase, server: Tree, updates: Sequence[Update], laid: Sequence[_Laid], schema: Schema, memory: Tree
+) -> tuple[Tree, Tree]:
+    """`merge_updates` of updates as they are laid out, ascending by client; what is new may be a part of something."""
+    stacks = _stacked(laid)
+    if stacks is None:
+        wide_ones = [replace(update, shared=own.tree()) for update, own in zip(updates, laid, strict=True)]
+        return merge_updates(rules, server, wide_ones, schema, memory)
+    shared = {key: stacks[key] for key in keys_with(schema, Policy.SHARED)}
+    reports = Reports.of([update.report for update in updates], laid[0].moved.device)
+    merged, remembered = merge_stack(rules, server, shared, reports, schema, memory)
+    return merged, apart(remembered, memory)
+
+
+def _by_havers(laid: Sequence[_Laid], order: Sequence[int], server: Tree) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Keys that the same updates have, and these, ascending by client: all keys and all updates, but for a switch."""
-    common = updates[0].shared.keys()
-    if all(update.shared.keys() == common for update in updates):
-        return {tuple(key for key in server if key in common): tuple(order)}
-    found: dict[tuple[int, ...], list[str]] = {}
+    having: dict[tuple[int, ...], list[str]] = {}
+    keys = [each.keys for each in laid]
     for key in server:
-        having = tuple(index for index in order if key in updates[index].shared)
-        if having:
-            found.setdefault(having, []).append(key)
-    return {tuple(keys): having for having, keys in found.items()}
+        some = tuple(index for index in order if key in keys[index])
+        if some:
+            having.setdefault(some, []).append(key)
+    return {tuple(keys): some for some, keys in having.items()}
 
 
 def _client(update: Update) -> int:
