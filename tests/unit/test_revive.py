@@ -17,6 +17,7 @@ from fednorm.layers.keyed import KeyedDropout, number_keyed_layers
 from fednorm.layers.stat_tracker import StatTracker
 from fednorm.strategies import parse
 from fednorm.strategies.revive.distil import distil
+from fednorm.strategies.revive.features import gap, moments, seen_by
 from fednorm.strategies.revive.generator import bare_generator, first_parameters, images_of
 from fednorm.strategies.revive.guard import LossGuard
 from fednorm.strategies.revive.losses import (
@@ -26,7 +27,7 @@ from fednorm.strategies.revive.losses import (
     one_hot_loss,
     teacher_weights,
 )
-from fednorm.strategies.revive.network import Network, gap, seen_by
+from fednorm.strategies.revive.network import Network
 from fednorm.strategies.revive.pool import ImagePool, draw_labels
 from fednorm.strategies.revive.reviser import Revive
 from fednorm.strategies.revive.settings import Settings
@@ -73,10 +74,12 @@ def test_the_adversarial_loss_counts_where_teacher_and_student_agree() -> None:
 def test_the_distillation_loss_is_a_mean_over_all_images_with_temperature() -> None:
     teacher, student = logits((0.75, 0.25)), logits((0.5, 0.5))
     alone = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    assert distillation_loss([teacher], [student]).item() == pytest.approx(alone, rel=1e-12)
+    assert distillation_loss(teacher, student).item() == pytest.approx(alone, rel=1e-12)
     same = logits((0.5, 0.5), (0.25, 0.75))
-    assert distillation_loss([teacher, same], [student, same]).item() == pytest.approx(alone / 3, rel=1e-12)
-    cooled = distillation_loss([2 * teacher], [2 * student], temperature=2.0)
+    assert distillation_loss(torch.cat([teacher, same]), torch.cat([student, same])).item() == pytest.approx(
+        alone / 3, rel=1e-12
+    )
+    cooled = distillation_loss(2 * teacher, 2 * student, temperature=2.0)
     assert cooled.item() == pytest.approx(4 * alone, rel=1e-12)
 
 
@@ -99,6 +102,32 @@ def test_the_gap_is_the_distance_of_means_and_variances_at_every_tracker() -> No
         made(tree, x)
     assert gap(made, watched, tree, seen).item() == pytest.approx(math.sqrt(4 + 16) + math.sqrt(0 + 1))
     assert made.watched("bn") == made.watched("none") == ()
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((6, 3), 1), ((4, 3, 5, 2), 1), ((2, 5, 3), -1)])
+def test_the_slope_of_moments_is_that_of_torch_s_own(shape: tuple[int, ...], axis: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    others = [each for each in range(x.dim()) if each != axis % x.dim()]
+    expected = torch.stack([x.mean(others), x.var(others, correction=0)])
+    found, weights = moments(x, axis), torch.randn(2, 3, dtype=torch.float64)
+    assert torch.allclose(found, expected, atol=1e-14)
+    (slope,) = torch.autograd.grad((weights * expected).sum(), x)
+    (own,) = torch.autograd.grad((weights * found).sum(), x)
+    assert torch.allclose(own, slope, atol=1e-14)
+
+
+def test_where_statistics_are_met_the_gap_is_none_and_level() -> None:
+    made = network(StatTracker(2))
+    x = torch.tensor([[1.0, -4.0], [3.0, -4.0]], requires_grad=True)
+    tree = model_state(made.model)
+    tree["0.running_mean"], tree["0.running_var"] = torch.tensor([2.0, -4.0]), torch.tensor([1.0, 0.0])
+    watched = made.watched("tracker")
+    with seen_by(made, watched) as seen:
+        made(tree, x)
+    found = gap(made, watched, tree, seen)
+    assert found.item() == 0
+    assert torch.autograd.grad(found, x)[0].tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_batch_norms_are_watched_at_their_input() -> None:
@@ -207,6 +236,20 @@ def test_images_are_drawn_by_label_or_else_any() -> None:
     assert drawn.equal(pool.draw(rng.key(1), wanted, 4))
 
 
+def test_several_keys_draw_as_each_does_alone() -> None:
+    pool = ImagePool(100, (1, 6, 6), CPU)
+    pool.add(torch.rand(60, 1, 6, 6), torch.arange(60) % 3)
+    keys, proportions = rng.key(1, torch.arange(2)), torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.5, 0.5]])
+    labels = draw_labels(keys, proportions, 20)
+    images = pool.draw(rng.key(keys, "images"), labels, 3)
+    inputs = Inputs("crop(2)+flip", (0.5,), (0.2,))(images, rng.key(keys, "augment"))
+    for row, own in enumerate(proportions):
+        key = rng.key(1, row)
+        assert draw_labels(key, own, 20).equal(labels[row])
+        assert pool.draw(rng.key(key, "images"), labels[row], 3).equal(images[row])
+        assert Inputs("crop(2)+flip", (0.5,), (0.2,))(images[row], rng.key(key, "augment")).equal(inputs[row])
+
+
 def test_labels_come_in_their_proportions() -> None:
     labels = draw_labels(rng.key(3), torch.tensor([0.5, 0.0, 0.25, 0.25]), 4000)
     shares = torch.bincount(labels, minlength=4) / 4000
@@ -311,7 +354,7 @@ def test_narrow_synthesis_makes_nearly_the_same_images() -> None:
     assert not found[0].images.equal(found[1].images)
     assert torch.allclose(found[0].images, found[1].images, atol=0.05)
     assert found[1].losses[0] == pytest.approx(found[0].losses[0], rel=0.05)
-    for key, value in found[1].fast.items():
+    for value in found[1].fast.values():
         assert value.dtype == torch.float32
         assert value.isfinite().all()
 
@@ -322,7 +365,7 @@ def test_distillation_trains_its_keys_alone_towards_the_teachers() -> None:
     settings = Settings(kd_batch=4, kd_steps=5, kd_lr=0.05, kd_decay=0.0)
 
     def draw(key: Tensor, labels: Tensor) -> Tensor:
-        return rng.uniform(key, (len(labels), 1, 4, 4))
+        return rng.uniform(key, (labels.shape[-1], 1, 4, 4))
 
     found = distil(settings, made, several[:1], student, ["1.bias"], draw, LossGuard(), rng.key(1))
     assert found.trained.keys() == {"1.bias"}

@@ -111,7 +111,7 @@ def augment(x: Tensor, key: Tensor, spec: str | Augmentation) -> Tensor:
     [1, 0, 3, 2, 5, 4, 7, 6]
     """
     chain = parse(spec)
-    return apply(x, None, draws(key.to(x.device), x.shape, chain), chain)[0] if chain.steps else x
+    return apply(x, None, draws(key, x.shape, chain).to(x.device), chain)[0] if chain.steps else x
 
 
 def augment_with_mask(
@@ -119,7 +119,7 @@ def augment_with_mask(
 ) -> tuple[Tensor, Tensor]:
     """Augment images (B, C, H, W) and their masks (B, H, W) in the same way."""
     chain = parse(spec)
-    return apply(x, mask, draws(key.to(x.device), x.shape, chain), chain, mask_fill) if chain.steps else (x, mask)
+    return apply(x, mask, draws(key, x.shape, chain).to(x.device), chain, mask_fill) if chain.steps else (x, mask)
 
 
 def sizes(chain: Augmentation, height: int, width: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from fednorm.strategies.revive.synthesis import fresh_buffers, gradients
 from fednorm.strategies.revive.teachers import Teacher
 
 Draw = Callable[[Tensor, Tensor], Tensor]
-"""(key, labels) -> inputs of the classifier, augmented, one for each label."""
+"""(keys, labels) -> inputs of the classifier, augmented, one for each label; for each key there is a row of them."""
 
 
 class Distilled(NamedTuple):
@@ -45,8 +45,7 @@ def distil(
 
     Teachers stand still, so each sees the images of all steps at once.
     """
-    key = key.to(teachers[0].proportions.device)
-    lessons = [_lesson(settings, network, teacher, draw, rng.key(key, k)) for k, teacher in enumerate(teachers)]
+    inputs, outputs = _lessons(settings, network, teachers, draw, key)
     trained = {name: student[name] for name in keys}
     buffers = fresh_buffers(trained)
     optimizer = Joined(ADAM)
@@ -55,10 +54,9 @@ def distil(
     for step in range(settings.kd_steps):
         part = slice(step * settings.kd_batch, (step + 1) * settings.kd_batch)
         leaves = {name: value.detach().requires_grad_() for name, value in trained.items()}
-        x = torch.cat([inputs[part] for inputs, _ in lessons])
-        logits = network({**student, **leaves}, x, "train", rng.key(key, "layers", step))
-        targets = [outputs[part] for _, outputs in lessons]
-        loss = distillation_loss(targets, logits.split(settings.kd_batch), settings.temperature)
+        x = inputs[:, part].flatten(0, 1)
+        logits = network({**student, **leaves}, x, "train", rng.key(key, "layers", step).to(x.device))
+        loss = distillation_loss(outputs[:, part].flatten(0, 1), logits, settings.temperature)
         losses.append(float(loss.detach()))
         grads = gradients(guard("distillation", loss), leaves)
         trained, buffers = optimizer.step(trained, grads, buffers, numbers, {})
@@ -66,9 +64,11 @@ def distil(
 
 
 @torch.no_grad()
-def _lesson(settings: Settings, network: Network, teacher: Teacher, draw: Draw, key: Tensor) -> tuple[Tensor, Tensor]:
-    """The inputs of all steps that a teacher has something to say on, and what it says."""
-    count = settings.kd_batch * settings.kd_steps
-    labels = draw_labels(rng.key(key, "labels"), teacher.proportions, count)
-    inputs = draw(rng.key(key, "images"), labels)
-    return inputs, network(teacher.tree, inputs, teacher.mode)
+def _lessons(
+    settings: Settings, network: Network, teachers: Sequence[Teacher], draw: Draw, key: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The inputs of all steps that each teacher has something to say on, a row a teacher, and what it says."""
+    keys, proportions = rng.key(key, torch.arange(len(teachers))), torch.stack([each.proportions for each in teachers])
+    labels = draw_labels(rng.key(keys, "labels"), proportions, settings.kd_batch * settings.kd_steps)
+    inputs = draw(rng.key(keys, "images"), labels)
+    return inputs, torch.stack([network(each.tree, x, each.mode) for each, x in zip(teachers, inputs, strict=True)])

@@ -1,4 +1,4 @@
-"""The classifier as the server runs it: any tree of its state, with what its layers see taken down."""
+"""The classifier as the server runs it: a function of any tree of its state, and its layers that have statistics."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fednorm.core.method import Facts
-from fednorm.core.state import Entry, Kind, Tree, is_batch_norm
+from fednorm.core.state import Entry, Kind, is_batch_norm
 from fednorm.core.step import training_mode
 from fednorm.core.strategy import Context
 from fednorm.layers.keyed import key_names
@@ -111,38 +111,3 @@ class Network:
         """How a model is run of which the server knows these entries: batch norms without statistics use the batch."""
         needed = [entry for entry in self.facts.entries.values() if entry.kind is Kind.STATISTIC and entry.batch_norm]
         return "still" if all(entry.key in known for entry in needed) else "batch"
-
-
-def gap(network: Network, watched: tuple[Watched, ...], tree: Tree, seen: Mapping[str, Tensor]) -> Tensor:
-    """How far the statistics of what layers see are from those a client has: sum of |mean - mean'| + |var - var'|."""
-    total = torch.zeros((), device=next(iter(tree.values())).device)
-    for layer, mean_key, spread_key, is_std in watched:
-        inputs = seen[layer].to(tree[mean_key].dtype)
-        var, mean = _var_mean(network.model.get_submodule(layer), inputs)
-        spread = tree[spread_key].square() if is_std else tree[spread_key]
-        total = total + torch.linalg.vector_norm(tree[mean_key] - mean) + torch.linalg.vector_norm(spread - var)
-    return total
-
-
-def _var_mean(module: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Biased variance and mean of each channel that a layer sees, in one pass over its input."""
-    channels = (module.axis if isinstance(module, StatTracker) else 1) % inputs.dim()
-    return torch.var_mean(inputs, [axis for axis in range(inputs.dim()) if axis != channels], correction=0)
-
-
-@contextmanager
-def seen_by(network: Network, watched: tuple[Watched, ...]) -> Iterator[dict[str, Tensor]]:
-    """What enters these layers while the network runs, by name."""
-    seen: dict[str, Tensor] = {}
-    hooks = []
-    for layer in (each.layer for each in watched):
-
-        def note(module: nn.Module, args: tuple[Any, ...], layer: str = layer) -> None:
-            seen[layer] = args[0]
-
-        hooks.append(network.model.get_submodule(layer).register_forward_pre_hook(note))
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -27,7 +27,7 @@ class ImagePool:
         self.labels = torch.cat([self.labels, labels.to(self.labels.device)])[-self.capacity :]
 
     def draw(self, key: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-        """An image in [0, 1] for each label, any image where there is none with it."""
+        """An image in [0, 1] for each label, any image where there is none with it; of several keys, a row for each."""
         return self.images[chosen(key, self.labels, labels, num_classes)].float() / 255
 
     def tree(self) -> Tree:
@@ -40,10 +40,12 @@ class ImagePool:
 def chosen(key: Tensor, there: Tensor, wanted: Tensor, num_classes: int) -> Tensor:
     """For each wanted label the place of one among those that are there, of any where none is.
 
+    Several keys draw for a row of labels each.
+
     >>> chosen(rng.key(0), torch.tensor([2, 1, 1]), torch.tensor([2, 2]), 3)
     tensor([0, 0])
     """
-    chance = rng.uniform(key.to(wanted.device), wanted.shape).double()
+    chance = rng.uniform(key, wanted.shape[key.dim() :]).to(wanted.device).double()
     order = torch.argsort(there, stable=True)
     counts = torch.bincount(there, minlength=num_classes)
     first, own = (counts.cumsum(0) - counts)[wanted], counts[wanted]
@@ -52,7 +54,7 @@ def chosen(key: Tensor, there: Tensor, wanted: Tensor, num_classes: int) -> Tens
 
 
 def draw_labels(key: Tensor, proportions: Tensor, count: int) -> Tensor:
-    """Labels, each with the chance its class has in the proportions (C,)."""
-    edges = proportions.double().cumsum(0)
-    chance = rng.uniform(key.to(proportions.device), (count,)).double() * edges[-1]
-    return torch.searchsorted(edges, chance, right=True).clamp_max(len(proportions) - 1)
+    """Labels, each with the chance its class has in the proportions (C,); of several keys by a row of them each."""
+    edges = proportions.double().cumsum(-1)
+    chance = rng.uniform(key, (count,)).to(proportions.device).double() * edges[..., -1:]
+    return torch.searchsorted(edges, chance, right=True).clamp_max(proportions.shape[-1] - 1)

@@ -68,8 +68,8 @@ class ServerStep:
         return self.network(self._here(self.context.initial), x, "batch").shape
 
     def key(self, version: int, what: str) -> Tensor:
-        """All that is drawn for something in a version comes from this."""
-        return rng.key(self.context.seed, "revive", version, what).to(self.context.device)
+        """All that is drawn for something in a version comes from this; on the host, where few numbers cost least."""
+        return rng.key(self.context.seed, "revive", version, what)
 
     def _here(self, tree: Tree) -> Tree:
         return {key: value.to(self.context.device) for key, value in tree.items()}
@@ -186,7 +186,7 @@ class ServerStep:
         return distil(self.settings, network, recall.teachers, student, keys, draw, recall.guard, key)
 
     def drawn(self, pool: ImagePool, key: Tensor, labels: Tensor) -> Tensor:
-        """Inputs of the classifier, one for each label, augmented as clients do it."""
+        """Inputs of the classifier, one for each label, augmented as clients do it; several keys have a row each."""
         picture, crop = rng.key(key, "which"), rng.key(key, "augment")
         inputs = Inputs(self.settings.augmentation, self.context.mean, self.context.std)
         if self.settings.synthetic:

@@ -15,10 +15,11 @@ from fednorm.core.optim import Joined, Optimizer, buffer_key
 from fednorm.core.optimizers import ADAM, AdamUpdate
 from fednorm.core.state import Tree
 from fednorm.data.augment import augment
+from fednorm.strategies.revive.features import gap, seen_by
 from fednorm.strategies.revive.generator import images_of
 from fednorm.strategies.revive.guard import LossGuard
 from fednorm.strategies.revive.losses import adversarial_loss, feature_loss, one_hot_loss, teacher_weights
-from fednorm.strategies.revive.network import Mode, Network, gap, seen_by
+from fednorm.strategies.revive.network import Mode, Network
 from fednorm.strategies.revive.pool import draw_labels
 from fednorm.strategies.revive.settings import Settings
 from fednorm.strategies.revive.teachers import Teacher
@@ -37,8 +38,12 @@ class Inputs:
     std: tuple[float, ...] = ()
 
     def __call__(self, images: Tensor, key: Tensor) -> Tensor:
-        """Inputs that are augmented by what the key draws."""
-        moved = augment(images, key, self.augmentation)
+        """Inputs that are augmented by what the key draws, or each of several keys for a row of images."""
+
+        def moved_by(images: Tensor, key: Tensor) -> Tensor:
+            return augment(images, key, self.augmentation)
+
+        moved = torch.vmap(moved_by)(images, key) if key.dim() else moved_by(images, key)
         if not self.mean:
             return moved
         mean, std = self._scale(moved)
@@ -92,12 +97,11 @@ def synthesise(
     """A batch of images that the teachers know, and that the student, with `adversarial`, is least sure of."""
     proportions = torch.stack([teacher.proportions for teacher in cast.teachers])
     device, dtype = proportions.device, next(iter(parameters.values())).dtype
-    key = key.to(device)
     labels = draw_labels(rng.key(key, "labels"), proportions.mean(0), settings.batch)
     weights = teacher_weights(proportions, labels).to(dtype)
     fast = dict(parameters)
-    fast[_NOISE] = rng.normal(rng.key(key, "noise"), (settings.batch, settings.latent)).to(dtype)
-    fast[_CLASSES] = rng.normal(rng.key(key, "classes"), (proportions.shape[1], settings.latent)).to(dtype)
+    for name, count in ((_NOISE, settings.batch), (_CLASSES, proportions.shape[1])):
+        fast[name] = rng.normal(rng.key(key, name[1:]).to(device), (count, settings.latent)).to(dtype)
     factors: dict[str, float] = dict.fromkeys((_NOISE, _CLASSES), settings.latent_lr / settings.generator_lr)
     buffers = fresh_buffers(fast)
     chosen = functional.one_hot(labels, proportions.shape[1]).to(dtype)  # a product, since its gradient has one order
