@@ -110,6 +110,13 @@ def test_batchnorm1d_on_sequences_is_swapped_over_channels_and_length() -> None:
     assert torch.allclose(pixel(x).mean(1), torch.zeros(4, 7, dtype=torch.float64), atol=1e-12)
 
 
+def test_instance_norm_may_be_bare() -> None:
+    model, _ = surgery.ToInstanceNorm(affine=False)(nn.Sequential(nn.BatchNorm2d(6).double()))
+    x = torch.randn(4, 6, 5, 5, dtype=torch.float64)
+    assert not list(model.parameters())
+    assert torch.allclose(model(x), nn.InstanceNorm2d(6)(x), atol=1e-12)
+
+
 def test_instance_norm_refuses_one_pixel() -> None:
     model, _ = surgery.ToInstanceNorm()(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
     with pytest.raises(ConfigError, match=re.escape("instance norm '1' sees a map of one pixel")):

@@ -24,8 +24,8 @@ def ln(pixel: bool = False) -> Part:
 
 
 @register("in", paper="Ulyanov et al. 2016 (arXiv 1607.08022)", summary="replace BatchNorm by InstanceNorm")
-def instance() -> Part:
-    return Part(operate(ToInstanceNorm()), claims=_NORM)
+def instance(affine: bool = True) -> Part:
+    return Part(operate(ToInstanceNorm(affine)), claims=_NORM)
 
 
 @register(

@@ -67,10 +67,15 @@ class ToPixelLayerNorm(SwapNorm):
 
 @dataclass(frozen=True)
 class ToInstanceNorm(SwapNorm):
-    """BatchNorm becomes InstanceNorm without running statistics; vectors get LayerNorm."""
+    """BatchNorm becomes InstanceNorm without running statistics; vectors get LayerNorm.
+
+    Without `affine` there is neither scale nor shift, as in torch's own by default.
+    """
+
+    affine: bool = True
 
     def make(self, name: str, old: _BatchNorm) -> nn.Module:
-        return InstanceNorm(old.num_features, old.affine, name)
+        return InstanceNorm(old.num_features, old.affine and self.affine, name)
 
     def label(self, new: nn.Module) -> str:
         return "InstanceNorm"
