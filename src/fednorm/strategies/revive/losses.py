@@ -11,6 +11,7 @@ _LEAST = 1e-8
 def teacher_weights(proportions: Tensor, labels: Tensor) -> Tensor:
     """W_k(y_j) = q_k(y_j) / sum_t q_t(y_j), from the teachers' class proportions (K, C): (K, n).
 
+    >>> import torch
     >>> teacher_weights(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0, 1]))
     tensor([[0.7500, 0.7500, 0.2500],
             [0.2500, 0.2500, 0.7500]])
