@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from command import TINY
 from command import fednorm as command
 from fednorm.core.state import digest
 from fednorm.engines.clock.schedule import SCHEDULES
-from fednorm.errors import DivergedError, QuorumError
+from fednorm.errors import ConfigError, DivergedError, QuorumError
 from fednorm.running.clock_run import ClockRun
 from fednorm.running.plan import Plan
+from fednorm.running.records import RoundRow, RunId
 from fednorm.running.store import Store
 from test_cli_signals import running, wait_for_rounds
 
@@ -171,6 +173,28 @@ def test_a_run_goes_on_to_more_versions(tmp_path: Path) -> None:
     whole = fednorm.run(method="fedbuff(b=2)+fedbn", model=model, rounds=6, **SMALL)
     assert longer.runs[0]["digest"] == whole.runs[0]["digest"]
     assert longer.runs[0].get("time") == whole.runs[0].get("time")
+
+
+def test_without_checkpoints_a_run_leaves_its_end_alone_unless_it_is_stopped(tmp_path: Path) -> None:
+    model, asked = tiny.conv_net(), {"method": "fedbuff(b=2)+fedbn", "rounds": 5, **SMALL}
+    whole = fednorm.run(model=model, out=tmp_path / "whole", **asked).runs[0]
+    bare = fednorm.run(model=model, out=tmp_path / "bare", checkpoint_every=0, **asked).runs[0]
+    assert (bare["digest"], bare["curves"], bare.get("time")) == (whole["digest"], whole["curves"], whole.get("time"))
+    names = {}
+    for run in ("whole", "bare"):
+        with closing(Store(tmp_path / run / "state.sqlite")) as store:
+            names[run] = set(store.tree_names())
+    assert names["bare"] == {"model", "memory"} < names["whole"]
+    assert fednorm.resume(tmp_path / "bare", model=model, federation=FIVE).runs[0]["digest"] == whole["digest"]
+    with pytest.raises(ConfigError, match=r"ended with engine\.checkpoint_every=0, so nothing is left of its clients"):
+        fednorm.resume(tmp_path / "bare", model=model, federation=FIVE, rounds=6)
+
+    def stop(run: RunId, row: RoundRow) -> None:
+        if row["round"] == 3:
+            raise fednorm.Stop
+
+    fednorm.run(model=model, out=tmp_path / "stopped", checkpoint_every=0, on_row=stop, **asked)
+    assert fednorm.resume(tmp_path / "stopped", model=model, federation=FIVE).runs[0]["digest"] == whole["digest"]
 
 
 def test_methods_that_are_objects_are_on_the_clock_too(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ class ClockRun(PlayedRun):
         if self.server.finished or any(self.keeper.is_due(version) for version in versions):
             return True
         if every is not None:
-            return any(version % every == 0 for version in versions)
+            return every > 0 and any(version % every == 0 for version in versions)
         wait = max(CHECKPOINT_SECONDS, self._commit_seconds / COMMIT_SHARE)
         return time.perf_counter() - self._committed_at > wait
 
@@ -181,9 +181,11 @@ class ClockRun(PlayedRun):
 
     def _commit(self) -> None:
         began = time.perf_counter()
-        clock, trees = self.simulation.state()
+        # A model for each client under way would be most of what is written, and nobody wants to go on from there.
+        over = self.server.finished and self.plan.config.engine.checkpoint_every == 0
+        clock, trees = self.simulation.state(over=over)
         facts: dict[str, Any] = {"clock": clock, "config": to_dict(self.plan.config), "engine": self.engine_name}
-        facts |= {"finished": self.server.finished, "ran": self.ran(), "refused": list(self._refused)}
+        facts |= {"over": over, "finished": self.server.finished, "ran": self.ran(), "refused": list(self._refused)}
         facts["times"] = self._times
         new = {name: tree for name, tree in trees.items() if tree is not self._written.get(name)}
         gone = self._written.keys() - trees.keys()

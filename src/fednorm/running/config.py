@@ -139,7 +139,7 @@ class EngineConfig:
     norm_factor: float | None = 1000.0
     """refuse updates this many times as long as the median client's; 0: whatever their length"""
     checkpoint_every: int | None = None
-    """rounds between two checkpoints; none: every 2 seconds, so after every round that takes longer"""
+    """rounds between two checkpoints; none: every 2 seconds, so after every round that takes longer; 0: at the end"""
 
 
 @dataclass(frozen=True, kw_only=True)

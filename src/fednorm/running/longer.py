@@ -75,6 +75,11 @@ def lengthening(folder: RunFolder, plan: Plan, objects: Objects, rounds: int) ->
         )
     if rounds == started.rounds:
         return None
+    if facts.get("over"):
+        raise ConfigError(
+            f"'{folder.path}' ended with engine.checkpoint_every=0, so nothing is left of its clients under way and it "
+            f"cannot be trained on; start a new run with --rounds {rounds}"
+        )
     return Lengthening(folder, rounds, done, tuple(_reasons(objects.plan(started), plan, done)))
 
 

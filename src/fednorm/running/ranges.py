@@ -52,7 +52,7 @@ def check_ranges(config: RunConfig) -> None:
         "engine.loaders": (config.engine.loaders, 0),
         "engine.retries": (config.engine.retries, 0),
         "engine.norm_factor": (config.engine.norm_factor, 0),
-        "engine.checkpoint_every": (config.engine.checkpoint_every, 1),
+        "engine.checkpoint_every": (config.engine.checkpoint_every, 0),
     }
     for name, (value, least) in at_least.items():
         if value is not None and not least <= value < math.inf:  # also refuses NaN

@@ -181,7 +181,7 @@ class Run(PlayedRun):
     def checkpoint_is_set(self) -> bool:
         """Whether just this round ends with a checkpoint, by the config or because it is the last."""
         every = self.plan.config.engine.checkpoint_every
-        return self.server.finished or (every is not None and self.round % every == 0) or self.keeper.is_due(self.round)
+        return self.server.finished or (bool(every) and self.round % every == 0) or self.keeper.is_due(self.round)
 
     def checkpoint_is_due(self) -> bool:
         """Whether a checkpoint is set, or the last one is some seconds old where the config names no number."""

@@ -18,9 +18,9 @@ _STEP = {
 _OTHER = (1.0, 0.3)
 _ROUND, _SCORING, _START = 0.7, 0.15, 25.0
 """Milliseconds of the host for a run's round; seconds to score 10,000 images; seconds until the first round."""
-_VERSION, _REVISION, _READY = 3.0, 0.3, 75.0
+_VERSION, _REVISION, _READY = 3.0, 0.3, 60.0
 """On a clock: milliseconds of the host for a version; seconds that a server computes for one itself, where its strategy
-does so; seconds until stacks of all sizes are ready, and to write the last checkpoint. The three are guesses."""
+does so; seconds until stacks of all sizes are ready. The three are guesses."""
 _TOGETHER = 4
 """One of so many clients under way is trained at a time: all that were not yet when the first of these is due."""
 _ROWS = 50_000

@@ -193,14 +193,20 @@ class Simulation:
 
     # -- restart --
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tree]]:
-        """All that a restart needs beside what clients keep: JSON values, and trees of tensors."""
+    def state(self, *, over: bool = False) -> tuple[dict[str, Any], dict[str, Tree]]:
+        """All that a restart needs beside what clients keep: JSON values, and trees of tensors.
+
+        Of a run that is `over` the server's tree is left, and nothing to go on with.
+        """
         facts, trees = self.server.state()
         facts["time"] = self.time
         facts["under_way"] = [[each.flight.number, each.arrives, each.free, each.used] for each in self._queue.begun()]
         if not self.engine.independent:
             facts["trained"], more = stored(self._trained)
             trees |= more
+        if over:
+            facts |= {"flights": [], "buffer": [], "under_way": [], "trained": []}
+            trees = {name: trees[name] for name in ("model", "memory")}
         return facts, trees
 
     def load(self, facts: Mapping[str, Any], trees: Mapping[str, Tree]) -> None:
