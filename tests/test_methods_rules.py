@@ -221,7 +221,7 @@ def test_the_window_is_the_same_in_every_engine_when_clients_rest() -> None:
         ),
         (
             "fixbn(at=later)",
-            "'fixbn(at=later)': 'later' does not fit; at takes float or int or 'window'",
+            "'fixbn(at=later)': 'later' does not fit; at takes a number or 'window'",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str | None, 
     [
         ("equal(time=-1)", "schedule 'equal': time=-1.0 is out of range; give a number above 0"),
         ("exponential(mean=0)", "schedule 'exponential': mean=0.0 is out of range; give a number above 0"),
-        ("exponential(mean=nan)", "mean takes float"),
+        ("exponential(mean=nan)", "mean takes a number"),
         ("sometimes", "schedule 'sometimes' is not known; known: default, equal, exponential, "),
     ],
 )

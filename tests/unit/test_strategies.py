@@ -60,7 +60,7 @@ def test_a_strategy_is_told_from_the_method_beside_it(text: str, name: str, meth
         ("fedbuff+sync", "'fedbuff' and 'sync' are both strategies; keep one"),
         ("fedbuff(b=0)", "'fedbuff(b=0)': b=0 updates make no version; give 1 or more"),
         ("fedbuff(lr=0)", "'fedbuff(lr=0)': lr=0.0 is no rate of a server; give a number above 0"),
-        ("fedbuff(b=x)", "'fedbuff(b=x)': 'x' does not fit; b takes int"),
+        ("fedbuff(b=x)", "'fedbuff(b=x)': 'x' does not fit; b takes a whole number"),
         ("fedbuff(a=-1)", "'fedbuff(a=-1)': a=-1.0 makes no discount of stale updates; give 0 or more"),
         ("fedbuff(fresh=-1)", "'fedbuff(fresh=-1)': fresh=-1 is no staleness; give 0 or more"),
         (

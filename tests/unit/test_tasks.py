@@ -317,7 +317,7 @@ def test_tasks_are_registered_by_name() -> None:
     assert float(task.loss(torch.zeros(1, 1), torch.ones(1))) == pytest.approx(0.9)
     with pytest.raises(ConfigError, match="option of 'test-quantile' 'p' is not known; known: q"):
         make_task("test-quantile(p=0.9)", 1)
-    with pytest.raises(ConfigError, match="'test-quantile\\(q=word\\)': 'word' does not fit; q takes float"):
+    with pytest.raises(ConfigError, match="'test-quantile\\(q=word\\)': 'word' does not fit; q takes a number"):
         make_task("test-quantile(q=word)", 1)
     with pytest.raises(ConfigError, match="task 'classification' is registered already; choose another name"):
         register_task("classification")(quantile)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
@@ -194,10 +194,18 @@ def checked_options(term: Term, make: Callable[..., Any], handed: Collection[str
         if value is None and type(None) not in options and (str in options or "none" in options):
             value = "none"  # the grammar reads it as nothing
         if not any(_fits(value, option) for option in options):
-            expected = " or ".join(option.__name__ if isinstance(option, type) else repr(option) for option in options)
-            raise ConfigError(f"'{term}': {value!r} does not fit; {key} takes {expected}")
+            raise ConfigError(f"'{term}': {value!r} does not fit; {key} takes {_in_ordinary_words(options)}")
         values[key] = value
     return values
+
+
+_WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+
+
+def _in_ordinary_words(options: Sequence[Any]) -> str:
+    """What an option takes: values of some types, or one of some words."""
+    told = [_WORDS.get(each, repr(each)) for each in options if not (each is int and float in options)]
+    return " or ".join(told)
 
 
 def _fits(value: Any, option: Any) -> bool:
