@@ -199,7 +199,7 @@ def checked_options(term: Term, make: Callable[..., Any], handed: Collection[str
     return values
 
 
-_WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", type(None): "none"}
 
 
 def _in_ordinary_words(options: Sequence[Any]) -> str:
