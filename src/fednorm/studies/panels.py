@@ -101,6 +101,10 @@ def bar_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
     return [Panel(title, lambda axis, some=some: _bars(axis, some)) for title, some in groups.items()]
 
 
+_USUAL_BARS = 4
+"""Pairs of bars that fill a picture; fewer are no wider."""
+
+
 def _bars(axis: Axes, results: Sequence[Measured]) -> None:
     told = [(cell.mean, _whisker(cell.std)) for each in results if (cell := each.cell.published)]
     ours = [(each.ours.mean, _whisker(_std(each.ours))) for each in results if each.ours]
@@ -109,6 +113,8 @@ def _bars(axis: Axes, results: Sequence[Measured]) -> None:
         means, spreads = zip(*bars, strict=True)
         axis.bar([place + shift for place in places], means, 0.38, yerr=spreads, color=colour, label=label, capsize=2)
     axis.set_xticks(list(places), [each.cell.method for each in results], rotation=35, **_HANGING)
+    spare = max(0, _USUAL_BARS - len(places)) / 2
+    axis.set_xlim(-0.5 - spare, len(places) - 0.5 + spare)
 
 
 def heat_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
