@@ -86,114 +86,117 @@ def next_version(
     if strategy.rate == 1 and not any(stale) and revise is None:
         ordered = sorted((each.update for each in landed), key=_client)
         return merge_updates(rules, server, ordered, phase.schema, memory)
-    layouts = _Layouts(phase, server)
-    laid = [
-        layouts.laid(each.update.shared, bases[each.version] if age and strategy.form != "models" else None)
-        for each, age in zip(landed, stale, strict=True)
-    ]
+    laid = _laid(phase, server, landed)
+    for own, each, age in zip(laid, landed, stale, strict=True):
+        if age and strategy.form != "models":
+            own.move_from(bases[each.version])
     if revise is not None:
         arrived = [
-            _arrived(phase, version, each, bases[each.version], own.trained.apart(own.moved))
+            _arrived(phase, version, each, bases[each.version], own.moved)
             for each, own in zip(landed, laid, strict=True)
         ]
-        laid = [own.revised(new or {}) for own, new in zip(laid, revise(arrived, server), strict=True)]
-    laid = [own.discounted(strategy.counts(age)) for own, age in zip(laid, stale, strict=True)]
-    return _blended(strategy, rules, phase, server, layouts.wide_server(), memory, landed, laid, stale)
+        for own, new in zip(laid, revise(arrived, server), strict=True):
+            own.take(new or {})
+    for own, age in zip(laid, stale, strict=True):
+        own.discount(strategy.counts(age))
+    return _blended(strategy, rules, phase, server, memory, landed, laid, stale)
 
 
-class _Layout:
-    """Entries of trees laid end to end in float64: a few operations do for all of them."""
+class _Rows:
+    """Entries of trees laid end to end in float64, a row a tree: a few operations do for all of them."""
 
-    def __init__(self, keys: Sequence[str], server: Tree) -> None:
+    def __init__(self, keys: Sequence[str], server: Tree, trees: Sequence[Tree]) -> None:
         self.keys = keys
-        self.shapes = [server[key].shape for key in keys]
-        self.sizes = [server[key].numel() for key in keys]
+        self._shapes = [server[key].shape for key in keys]
+        self._sizes = [server[key].numel() for key in keys]
         self.server = self.laid(server)
+        self.rows = self.server.new_empty(len(trees), len(self.server))
+        for row, tree in zip(self.rows, trees, strict=True):
+            row.copy_(self._joined(tree))
+
+    def _joined(self, tree: Tree) -> Tensor:
+        return torch.cat([tree[key].flatten() for key in self.keys]) if self.keys else torch.zeros(0)
 
     def laid(self, tree: Tree) -> Tensor:
-        """A tensor of its own, whatever the tree's are."""
-        if not self.keys:
-            return torch.zeros(0, dtype=torch.float64)
-        return wide(torch.cat([tree[key].flatten() for key in self.keys]))
+        """A tree's entries, in a tensor of its own."""
+        return wide(self._joined(tree))
 
     def apart(self, flat: Tensor) -> Tree:
-        """The entries of what is laid so; of a stack, each with its leading axis."""
-        pieces = flat.split_with_sizes(self.sizes, -1) if self.keys else ()
-        stack = flat.shape[:-1]
+        """The entries of what is laid so; of several rows, each with their leading axis."""
+        pieces = flat.split_with_sizes(self._sizes, -1) if self.keys else ()
+        rows = flat.shape[:-1]
         return {
-            key: piece.view(*stack, *shape) for key, piece, shape in zip(self.keys, pieces, self.shapes, strict=True)
+            key: piece.view(*rows, *shape) for key, piece, shape in zip(self.keys, pieces, self._shapes, strict=True)
         }
+
+
+class _Alike:
+    """Updates with the same entries, ascending by client: what is trained, other numbers, and the rest as it came."""
+
+    def __init__(self, phase: PreparedPhase, server: Tree, keys: Sequence[str], sent: Sequence[Tree]) -> None:
+        trained = [key for key in keys if moves(phase.schema[key][0])]
+        others = [key for key in keys if key not in trained and server[key].is_floating_point()]
+        self.keys = frozenset(keys)
+        self.trained, self.others = _Rows(trained, server, sent), _Rows(others, server, sent)
+        self.rest = [{key: tree[key] for key in keys if not server[key].is_floating_point()} for tree in sent]
+
+    def stacks(self) -> Tree:
+        """Each entry with a leading axis over the updates."""
+        rest = {key: torch.stack([tree[key] for tree in self.rest]) for key in self.rest[0]}
+        return rest | self.others.apart(self.others.rows) | self.trained.apart(self.trained.rows)
+
+    def wide_server(self) -> Tree:
+        """The server's own numbers of these entries."""
+        return self.others.apart(self.others.server) | self.trained.apart(self.trained.server)
 
 
 @dataclass(frozen=True)
 class _Laid:
-    """What an update shares: what is trained, other numbers of any size, and the rest as it was sent."""
+    """An update as a row among those with the same entries."""
 
-    trained: _Layout
-    moved: Tensor
-    """as if its client had begun at the server's tree of now, unless it is taken as the model it is"""
-    others: _Layout
-    values: Tensor
-    rest: Tree
+    alike: _Alike
+    row: int
 
     @property
-    def keys(self) -> set[str]:
-        return {*self.trained.keys, *self.others.keys, *self.rest}
+    def _flat(self) -> Tensor:
+        return self.alike.trained.rows[self.row]
+
+    @property
+    def moved(self) -> Tree:
+        """What is trained, in tensors that stay as they are."""
+        return self.alike.trained.apart(self._flat.clone())
 
     def tree(self) -> Tree:
-        return {**self.rest, **self.others.apart(self.values), **self.trained.apart(self.moved)}
+        trained, others = self.alike.trained, self.alike.others
+        return self.alike.rest[self.row] | others.apart(others.rows[self.row]) | trained.apart(self._flat)
 
-    def revised(self, new: Tree) -> _Laid:
-        """With something in the place of what is trained."""
-        if not new:
-            return self
-        return replace(self, moved=self.trained.laid({**self.trained.apart(self.moved), **new}))
+    def move_from(self, base: Tree) -> None:
+        """Let it be as if its client, which began at the base, had begun at the server's tree of now."""
+        trained = self.alike.trained
+        self._flat.add_(trained.server - trained.laid(base))
 
-    def discounted(self, count: float) -> _Laid:
-        """With changes that count for less."""
-        if count == 1:
-            return self
-        server = self.trained.server
-        return replace(self, moved=(self.moved - server).mul_(count).add_(server))
+    def take(self, new: Tree) -> None:
+        """Put something in the place of what is trained."""
+        if new:
+            self._flat.copy_(self.alike.trained.laid({**self.moved, **new}))
 
-
-class _Layouts:
-    """How the updates of a version are laid out; those with the same entries alike."""
-
-    def __init__(self, phase: PreparedPhase, server: Tree) -> None:
-        self._phase, self._server = phase, server
-        self._of: dict[tuple[str, ...], tuple[_Layout, _Layout]] = {}
-
-    def laid(self, sent: Tree, base: Tree | None) -> _Laid:
-        """What a client sent; with a base, from which it went, where that is not the server's tree of now."""
-        keys = tuple(key for key in self._phase.shared if key in sent)
-        if keys not in self._of:
-            trained = [key for key in keys if moves(self._phase.schema[key][0])]
-            others = [key for key in keys if key not in trained and self._server[key].is_floating_point()]
-            self._of[keys] = _Layout(trained, self._server), _Layout(others, self._server)
-        trained, others = self._of[keys]
-        moved = trained.laid(sent)
-        if base is not None:
-            moved.add_(trained.server - trained.laid(base))
-        rest = {key: sent[key] for key in keys if not sent[key].is_floating_point()}
-        return _Laid(trained, moved, others, others.laid(sent), rest)
-
-    def wide_server(self) -> Tree:
-        """What is shared of the server's tree, in float64."""
-        laid: Tree = {}
-        for trained, others in self._of.values():
-            laid |= trained.apart(trained.server) | others.apart(others.server)
-        return {key: laid[key] if key in laid else _wide(self._server[key]) for key in self._phase.shared}
+    def discount(self, count: float) -> None:
+        """Let its changes count for less."""
+        if count != 1:
+            server = self.alike.trained.server
+            self._flat.sub_(server).mul_(count).add_(server)
 
 
-def _stacked(laid: Sequence[_Laid]) -> Tree | None:
-    """The entries of updates, each with a leading axis over them; None where not all are laid out alike."""
-    first = laid[0]
-    if any(each.trained is not first.trained or each.others is not first.others for each in laid):
-        return None
-    stacks = first.trained.apart(torch.stack([each.moved for each in laid]))
-    stacks |= first.others.apart(torch.stack([each.values for each in laid]))
-    return stacks | {key: torch.stack([each.rest[key] for each in laid]) for key in first.rest}
+def _laid(phase: PreparedPhase, server: Tree, landed: Sequence[Landed]) -> list[_Laid]:
+    """The updates of a version as they are merged, in the order they came."""
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for index in sorted(range(len(landed)), key=lambda index: landed[index].client):
+        groups[tuple(key for key in phase.shared if key in landed[index].update.shared)].append(index)
+    found: dict[int, _Laid] = {}
+    for keys, indices in groups.items():
+        alike = _Alike(phase, server, keys, [landed[index].update.shared for index in indices])
+        found |= {index: _Laid(alike, row) for row, index in enumerate(indices)}
+    return [found[index] for index in range(len(landed))]
 
 
 def _arrived(phase: PreparedPhase, version: int, each: Landed, base: Tree, moved: Tree) -> Arrived:
@@ -215,7 +218,6 @@ def _blended(
     rules: Phase,
     phase: PreparedPhase,
     server: Tree,
-    wide_server: Tree,
     memory: Tree,
     landed: Sequence[Landed],
     laid: Sequence[_Laid],
@@ -223,6 +225,9 @@ def _blended(
 ) -> tuple[Tree, Tree]:
     """Merge what is wide, and let the server keep the share of its own that the strategy leaves it."""
     schema, new, remembered = phase.schema, dict(server), memory
+    kinds = dict.fromkeys(each.alike for each in laid)
+    known = {key: value for alike in kinds for key, value in alike.wide_server().items()}
+    wide_server = {key: known[key] if key in known else _wide(server[key]) for key in phase.shared}
     order = sorted(range(len(landed)), key=lambda index: landed[index].client)
     for keys, having in _by_havers(laid, order, wide_server).items():
         counts = tuple(strategy.value_counts(stale[index]) for index in having)
@@ -255,12 +260,13 @@ def _merged(
     rules: Phase, server: Tree, updates: Sequence[Update], laid: Sequence[_Laid], schema: Schema, memory: Tree
 ) -> tuple[Tree, Tree]:
     """`merge_updates` of updates as they are laid out, ascending by client; what is new may be a part of something."""
-    stacks = _stacked(laid)
-    if stacks is None:
+    alike = laid[0].alike
+    if any(each.alike is not alike for each in laid):
         wide_ones = [replace(update, shared=own.tree()) for update, own in zip(updates, laid, strict=True)]
         return merge_updates(rules, server, wide_ones, schema, memory)
+    stacks = alike.stacks()
     shared = {key: stacks[key] for key in keys_with(schema, Policy.SHARED)}
-    reports = Reports.of([update.report for update in updates], laid[0].moved.device)
+    reports = Reports.of([update.report for update in updates], next(iter(shared.values())).device)
     merged, remembered = merge_stack(rules, server, shared, reports, schema, memory)
     return merged, apart(remembered, memory)
 
@@ -268,9 +274,8 @@ def _merged(
 def _by_havers(laid: Sequence[_Laid], order: Sequence[int], server: Tree) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Keys that the same updates have, and these, ascending by client: all keys and all updates, but for a switch."""
     having: dict[tuple[int, ...], list[str]] = {}
-    keys = [each.keys for each in laid]
     for key in server:
-        some = tuple(index for index in order if key in keys[index])
+        some = tuple(index for index in order if key in laid[index].alike.keys)
         if some:
             having.setdefault(some, []).append(key)
     return {tuple(keys): some for some, keys in having.items()}
