@@ -66,7 +66,7 @@ NEWEST ?= .venv-newest
 test-newest:  ## the tests with the newest torch there is; pulls gigabytes, by hand
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
-	$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/constraints.txt torch -e '.[dev]'
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/constraints.txt torch ml-dtypes -e '.[dev]'
 	$(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(NEWEST)/bin/python -m pytest -n 2 $(TESTS)
 
