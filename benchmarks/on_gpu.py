@@ -15,9 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from fednorm.bench.cases import TABLE
 
@@ -61,26 +61,15 @@ PARTS = (
 )
 
 
-def _started(command: Sequence[str], log: IO[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-
-
 def _waited(process: subprocess.Popen[bytes], end: float) -> int | None:
     """A process's exit code; None where time was too short, so that it was interrupted."""
     try:
         return process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
         return None
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
 
 
 def play(part: Part, seconds: float, out: Path) -> str:
@@ -88,11 +77,18 @@ def play(part: Part, seconds: float, out: Path) -> str:
     result, begun = out / f"{part.name}.json", time.monotonic()
     partial = out / f"{part.name}.partial.json"
     end = begun + min(seconds, 60 * part.minutes)
-    with (out / f"{part.name}.log").open("w") as log:
-        for process in [_started(command, log) for command in part.before]:
+    with (out / f"{part.name}.log").open("w") as log, ExitStack() as running:
+
+        def started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+            """A process that does not outlive this part."""
+            process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            running.enter_context(process)
+            running.callback(process.kill)
+            return process
+
+        for process in [started(command) for command in part.before]:
             _waited(process, end)
-        process = _started((*part.command, *(("--out", str(partial)) if part.writes else ())), log)
-        code = _waited(process, end)
+        code = _waited(started((*part.command, *(("--out", str(partial)) if part.writes else ()))), end)
         if code is None:
             return f"interrupted after {time.monotonic() - begun:.0f} s"
     if code:

@@ -99,6 +99,13 @@ def precision(name: str) -> Iterator[None]:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic = before
 
 
+def narrow_type(precision: str) -> torch.dtype | None:
+    """What activations are rounded to in a precision; None where they are as wide as the weights."""
+    import torch
+
+    return torch.bfloat16 if precision == "bf16" else None
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """This many threads for torch, given back afterwards."""

@@ -178,7 +178,8 @@ class _Laid:
     def take(self, new: Tree) -> None:
         """Put something in the place of what is trained."""
         if new:
-            self._flat.copy_(self.alike.trained.laid({**self.moved, **new}))
+            trained = self.alike.trained
+            self._flat.copy_(trained.laid({**trained.apart(self._flat), **new}))
 
     def discount(self, count: float) -> None:
         """Let its changes count for less."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fednorm.core.strategy import Context
+from fednorm.engines.machine import narrow_type
 from fednorm.halves.landing import context_of
 from fednorm.running.plan import Plan
 
@@ -26,7 +27,7 @@ def known_context(plan: Plan) -> Context:
         std=data.std,
         proportions=_proportions(plan) if _has_classes(plan) else None,
         examples=_held_out(plan),
-        narrow=torch.bfloat16 if plan.config.engine.precision == "bf16" else None,
+        narrow=narrow_type(plan.config.engine.precision),
     )
 
 

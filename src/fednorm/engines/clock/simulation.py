@@ -200,13 +200,13 @@ class Simulation:
         """
         facts, trees = self.server.state()
         facts["time"] = self.time
+        if over:
+            facts |= {"flights": [], "buffer": [], "under_way": []}
+            return facts, {name: trees[name] for name in ("model", "memory")}
         facts["under_way"] = [[each.flight.number, each.arrives, each.free, each.used] for each in self._queue.begun()]
         if not self.engine.independent:
             facts["trained"], more = stored(self._trained)
             trees |= more
-        if over:
-            facts |= {"flights": [], "buffer": [], "under_way": [], "trained": []}
-            trees = {name: trees[name] for name in ("model", "memory")}
         return facts, trees
 
     def load(self, facts: Mapping[str, Any], trees: Mapping[str, Tree]) -> None:

@@ -27,6 +27,7 @@ from fednorm.engines.base import (
     refuse_unequal,
     stack_trees,
 )
+from fednorm.engines.machine import narrow_type
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.stack.attributes import ChangesItself, unchanged
 from fednorm.engines.stack.device_stack import DEVICES, DeviceStack
@@ -59,7 +60,7 @@ class StackedEngine:
     def __init__(self, runs: Sequence[Sites], *, precision: str = "fp32", stays: bool = True) -> None:
         # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.
         kernels = runs[0].device.type == "cuda" and HAS_TRITON and precision != "fp32"
-        narrow = torch.bfloat16 if precision == "bf16" else None
+        narrow = narrow_type(precision)
         own = [sites.with_own_model() for sites in runs]
         if kernels:
             for sites in own:
