@@ -202,7 +202,7 @@ def test_adam_of_a_stack_is_that_of_each_client(decoupled: bool, dtype: torch.dt
             same = torch.allclose(got[row], exact, rtol=1e-5) if kernel else torch.equal(got[row], exact)
             assert same
     again = [value, *(each.clone() for each in held.values())]
-    torch.ops.fednorm.adam_in_place(again[0], [grad], *again[1:], lr, decay, *options)
+    torch.ops.fednorm.adam_in_place(again[0], [grad], *again[1:], lr, decay, *options, None)
     assert all(torch.equal(old, new) for old, new in zip(again, moved, strict=True))
 
 

@@ -44,7 +44,7 @@ def write_in_place(traced: GraphModule, state: Tree) -> set[str]:
             continue
         args = dict(enumerate(update.args)) | {read: _whole(update.args[read]) for read, _ in moves}
         with graph.inserting_before(update):
-            graph.call_function(in_place, tuple(args.values()))
+            graph.call_function(in_place, (*args.values(), None))  # nothing is rounded so far
         for key in found:
             moved = new[key]
             moved.replace_all_uses_with(entries[key])

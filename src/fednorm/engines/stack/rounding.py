@@ -34,7 +34,7 @@ class Rounded:
             kept = add_entry(traced, {**state, **self.entries})
             readers[0].replace_all_uses_with(kept)
             graph.erase_node(readers[0])
-            update.args = (*update.args, kept)
+            update.args = (*update.args[:-1], kept)
         if self._made:
             traced.recompile()
 

@@ -42,7 +42,7 @@ def _(
 @torch.library.custom_op("fednorm::adam_in_place", mutates_args=("value", "first", "second", "count", "rounded"))
 def adam_in_place(
     value: Tensor, grads: list[Tensor], first: Tensor, second: Tensor, count: Tensor, lr: Tensor, decay: Tensor,
-    beta1: float, beta2: float, eps: float, decoupled: bool, rounded: Tensor | None = None,
+    beta1: float, beta2: float, eps: float, decoupled: bool, rounded: Tensor | None,
 ) -> None:  # fmt: skip
     """The same, written over the old values, moments and counts; the values in a narrow type as well."""
     old = value, first, second, count

@@ -269,7 +269,7 @@ def _(
 @torch.library.custom_op("fednorm::sgd_in_place", mutates_args=("value", "velocity", "rounded"))
 def sgd_in_place(
     value: Tensor, grads: Sequence[Tensor | None], velocity: Tensor | None, lr: Tensor, momentum: Tensor,
-    decay: Tensor, xs: list[Tensor], dys: list[Tensor], rounded: Tensor | None = None,
+    decay: Tensor, xs: list[Tensor], dys: list[Tensor], rounded: Tensor | None,
 ) -> None:  # fmt: skip
     """The same, written over the old values and velocities; the values in a narrow type as well."""
     _sgd_into((value, velocity), grads, (value, velocity), lr, momentum, decay, xs, dys, rounded)
