@@ -19,8 +19,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fednorm.bench.cases import TABLE
-
 ROOT = Path(__file__).parents[1]
 GRACE = 30.0
 """Seconds that an interrupted part has to write what it has."""
@@ -34,24 +32,18 @@ class Part:
     command: tuple[str, ...]
     minutes: float
     writes: bool = True
-    before: tuple[tuple[str, ...], ...] = ()
-    """commands that are played side by side first: they leave on disk what compilers make, and no result"""
 
 
-def _bench(name: str, minutes: float, *options: str, before: tuple[tuple[str, ...], ...] = ()) -> Part:
-    return Part(name, ("-m", "fednorm", "bench", *options, "--repeats", "3", "--quiet"), minutes, before=before)
-
-
-def _compiled_alone(model: str) -> tuple[str, ...]:
-    return ("-m", "fednorm", "bench", "--models", model, "--repeats", "1", "--seconds", "0.01", "--quiet")
+def _bench(name: str, minutes: float, *options: str) -> Part:
+    return Part(name, ("-m", "fednorm", "bench", *options, "--repeats", "3", "--quiet"), minutes)
 
 
 PARTS = (
     Part("kernels", ("tests/kernel_checks.py",), 3, writes=False),
     Part("same_bits", ("tests/gpu_same_bits.py", "--precision", "bf16"), 5, writes=False),
     _bench("gpu", 6, "gpu", "--precisions", "bf16,tf32"),
-    _bench("gpu_models", 14, "models", before=tuple(map(_compiled_alone, TABLE.split(",")))),
-    Part("profiles", ("benchmarks/profile_step.py",), 5),
+    Part("gpu_models", ("benchmarks/models_at_once.py",), 14),
+    Part("first_rows", ("benchmarks/first_rows.py",), 4),
     Part("gpu_packed", ("benchmarks/packed.py", "--whole", "64000"), 8),
     _bench("async_cuda", 5, "async"),
     _bench("gpu_rounds", 3, "rounds"),
@@ -76,19 +68,11 @@ def play(part: Part, seconds: float, out: Path) -> str:
     """Play a part for so long at most; how it ended, in words."""
     result, begun = out / f"{part.name}.json", time.monotonic()
     partial = out / f"{part.name}.partial.json"
-    end = begun + min(seconds, 60 * part.minutes)
     with (out / f"{part.name}.log").open("w") as log, ExitStack() as running:
-
-        def started(command: Sequence[str]) -> subprocess.Popen[bytes]:
-            """A process that does not outlive this part."""
-            process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-            running.enter_context(process)
-            running.callback(process.kill)
-            return process
-
-        for process in [started(command) for command in part.before]:
-            _waited(process, end)
-        code = _waited(started((*part.command, *(("--out", str(partial)) if part.writes else ()))), end)
+        command = [sys.executable, *part.command, *(("--out", str(partial)) if part.writes else ())]
+        process = running.enter_context(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+        running.callback(process.kill)  # it does not outlive this part
+        code = _waited(process, begun + min(seconds, 60 * part.minutes))
         if code is None:
             return f"interrupted after {time.monotonic() - begun:.0f} s"
     if code:

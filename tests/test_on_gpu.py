@@ -51,17 +51,6 @@ def test_a_part_that_takes_too_long_is_interrupted_and_has_no_result(
     assert told.endswith("late: not played, time is over\n")
 
 
-def test_what_comes_before_a_part_is_played_side_by_side(tmp_path: Path) -> None:
-    meeting = tmp_path / "meeting"
-    waits = f"import pathlib, sys, time; m = pathlib.Path({str(meeting)!r}); m.mkdir(exist_ok=True); "
-    waits += "(m / sys.argv[1]).touch()\nwhile len(list(m.iterdir())) < 2: time.sleep(0.01)"
-    before = ("-c", waits, "one"), ("-c", waits, "other")
-    counts = f"import os, sys; open(sys.argv[2], 'w').write(str(len(os.listdir({str(meeting)!r}))))"
-    parts = [on_gpu.Part("after", ("-c", counts), 1, before=before)]
-    assert on_gpu.play_all(parts, 1, tmp_path / "out") == 0
-    assert (tmp_path / "out" / "after.json").read_text() == "2"
-
-
 def test_a_part_that_is_not_known_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out"), "--parts", "gpu,cpu"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -7,10 +7,8 @@ which a centralized step does not have; its `floor` is what memory, arithmetic a
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from fednorm.bench.cases import Case, labels_of
 from fednorm.bench.floors import BYTES_A_SECOND, LAUNCH_SECONDS, PRODUCTS_A_SECOND, Count, count
@@ -18,6 +16,7 @@ from fednorm.bench.gpu import BATCH, Steps, config_of, end_runs, note_clocks
 from fednorm.bench.options import Options
 from fednorm.bench.plain_steps import Form, centralized
 from fednorm.bench.pools import random_images
+from fednorm.bench.profiles import profile_of
 from fednorm.bench.report import Measured, Progress, Section, measured, number
 from fednorm.bench.timing import Play, Race, repeated
 from fednorm.errors import FednormError, first_line
@@ -71,10 +70,12 @@ def _measure(case: Case, clients: int, counted: Count, options: Options, found: 
         finally:
             note_clocks(plays, race, progress)
             found.measurements += measured(workload, "ms a step", race.times, race.notes, 1e3)
-        launches = launches_of(steps, options.local_steps) if on_gpu else 0.0
+        profile = profile_of(steps.rounds, options.local_steps) if on_gpu and steps.rounds else None
+        if profile:
+            found.details[workload] = profile.to_json()
     finally:
         end_runs(plays)
-    _add_bounds(found, case, clients, counted, launches, ours, central)
+    _add_bounds(found, case, clients, counted, profile.launches if profile else 0.0, ours, central)
     if steps.rounds and steps.rounds.first_row is not None:
         _key(found, "seconds_to_first_row", case, clients, round(steps.rounds.first_row, 3))
 
@@ -119,14 +120,3 @@ def _add_bounds(
 def _key(found: Section, name: str, case: Case, clients: int, value: float) -> None:
     """A number by model, by clients."""
     found.key(name, case.name, {**found.keys.get(name, {}).get(case.name, {}), str(clients): value})
-
-
-def launches_of(steps: Steps, local_steps: int) -> float:
-    """Kernels and copies that a GPU is given for a step of all clients."""
-
-    def kernels(play: Callable[[], object]) -> int:
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            play()
-        return sum(event.device_type.name == "CUDA" for event in seen.events() or [])
-
-    return steps.rounds.count(kernels) / local_steps if steps.rounds else 0.0

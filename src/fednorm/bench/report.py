@@ -64,6 +64,8 @@ class Section:
     """by workload, the variant that ratios in the table refer to"""
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     """numbers with a fixed name, such as `ratio.plain/stacked`, by workload"""
+    details: dict[str, Any] = field(default_factory=dict)
+    """what is too long for a table, by workload"""
 
     def of(self, workload: str) -> dict[str, float]:
         """Medians by variant."""
@@ -73,7 +75,8 @@ class Section:
         self.keys.setdefault(name, {})[workload] = value
 
     def to_json(self) -> dict[str, Any]:
-        return {"settings": self.settings, "measurements": [each.to_json() for each in self.measurements]}
+        found = {"settings": self.settings, "measurements": [each.to_json() for each in self.measurements]}
+        return found | ({"details": self.details} if self.details else {})
 
     def rows(self) -> list[list[str]]:
         """Lines of the table."""

@@ -56,6 +56,8 @@ class Effort:
     """of one timing, at least"""
     minutes: float = 0.0
     """how long to wait for quiet cores, in all"""
+    ready: Callable[[], object] = bool
+    """called when all variants are warm, before the first is timed"""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Race:
         for name, play in variants.items():
             tell(f"warming up {name}")
             play(0.0)
+        effort.ready()
         deadline = time.perf_counter() + 60 * effort.minutes
         spent = dict.fromkeys(variants, 0.0)
         self.times |= {name: [] for name in variants}
