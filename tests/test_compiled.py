@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import shutil
 
 import pytest
@@ -124,3 +126,31 @@ def test_keyed_draws_are_not_left_to_the_compiler() -> None:
     call = compiled(trace(step, state), state)
     assert call is not None
     assert torch.allclose(call(state)[0]["x"], step(state)[0]["x"], atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_compiler_is_told_of_our_operators() -> None:
+    """One it finds by itself it notes with all that leads there, which took minutes for a deep network (torch 2.11)."""
+    from torch._inductor.lowering import lowerings
+
+    conv, noted = torch.ops.fednorm.conv.default, io.StringIO()
+    lowerings.pop(conv, None)
+    log, handler = logging.getLogger("torch._inductor.graph"), logging.StreamHandler(noted)
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    state = {"w": torch.randn(2, 16), "x": torch.randn(2, 3, 4, 5, 5)}
+
+    def step(state: Tree) -> Moves:
+        y = torch.ops.fednorm.conv(state["x"].tanh(), state["w"].view(2, 4, 4, 1, 1), 1, [0, 0])
+        return {"w": state["w"] - y.mean((1, 3, 4)).repeat(1, 4)}, {}
+
+    try:
+        call = compiled(trace(step, state), state)
+    finally:
+        log.setLevel(before)
+        log.removeHandler(handler)
+    assert call is not None
+    assert conv in lowerings
+    assert "fednorm" not in noted.getvalue()

@@ -127,7 +127,7 @@ class EngineConfig:
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """numbers inside a GPU's convolutions and norms (bf16: stacked engine); weights, statistics, merges keep theirs"""
     threads: int = 0
-    """CPU threads; 0: torch's choice, and one with the engine auto or in a comparison on a CPU"""
+    """CPU threads; 0: torch's choice, and one beside a GPU, with the engine auto or in a comparison on a CPU"""
     workers: int = 0
     """processes of the workers engine; 0: one per core"""
     loaders: int | None = None
