@@ -66,7 +66,7 @@ def _forward_kernel(
         if ADD:
             y += tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if RELU:
-            y = tl.where(y < 0, 0.0, y)  # what is no number stays
+            y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

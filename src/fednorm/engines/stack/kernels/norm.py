@@ -29,10 +29,13 @@ def tile_of_program(rows, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rectified(y, CEILING: tl.constexpr):
-    """What a ReLU leaves of y, or a ReLU6 with its ceiling; what is no number stays."""
-    y = tl.where(y < 0, 0.0, y)
+    """What a ReLU leaves of y, or a ReLU6 with its ceiling; what is no number stays.
+
+    A GPU rounds and rectifies at once what is written like this; a choice took a fifth of the kernel's instructions.
+    """
+    y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if CEILING is not None:
-        y = tl.where(y > CEILING, CEILING, y)
+        y = tl.minimum(y, CEILING, propagate_nan=tl.PropagateNan.ALL)
     return y
 
 
@@ -230,8 +233,8 @@ class Cut(NamedTuple):
 
 _ELEMENTS = 8192
 """Numbers of a program: a tile that stays in registers."""
-_FEWEST_PARTS, _MOST_PARTS = 64, 128
-"""Parts joined at a time; where there are fewer, the same kernel serves."""
+_FEWEST_PARTS, _MOST_PARTS = 16, 128
+"""Parts joined at a time; where there are fewer, the same kernel serves, unless there is nothing to join."""
 
 _MOST_CHUNKS = 256
 """Few enough for every program to join them all."""
@@ -243,7 +246,7 @@ _MOST_JOINED = 4096
 
 def _at_once(parts: int, most: int) -> int:
     """How many of the parts a kernel joins at a time: a power of 2."""
-    return min(most, max(_FEWEST_PARTS, triton.next_power_of_2(parts)))
+    return 1 if parts == 1 else min(most, max(_FEWEST_PARTS, triton.next_power_of_2(parts)))
 
 
 def cut_of(x: Tensor) -> Cut:

@@ -27,7 +27,7 @@ def finish(
     if ADD:
         acc += tl.load(add_ptr + y_at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
-        acc = tl.where(acc < 0, 0.0, acc)  # what is no number stays
+        acc = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL)
     y = acc.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + y_at, y, mask=inside)
     if MOMENTS:

@@ -15,8 +15,11 @@ from fednorm.engines.stack.kernels.gradients import BLOCK, gradient_of, shares, 
 from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.tiles import power_of_2
 
-_OUTS, _INS = 16, 64
-"""Weights of a program: rows long enough to be read in one go, and so few that several programs share a processor."""
+_OUTS, _INS, _WARPS = 16, 64, 8
+"""Weights and warps of a program: rows long enough to be read in one go, and four numbers a thread, which is as many as
+it reads at once. With more the compiler has one arrangement for what is wide and one for what is rounded."""
+_MOST_ROWS = 64
+"""of a batch that are multiplied at a time"""
 
 
 @triton.jit
@@ -68,23 +71,32 @@ def _sgd_kernel(
 def _sgd_linear_kernel(
     value_ptr, velocity_ptr, new_ptr, new_velocity_ptr, rounded_ptr, x_ptr, dy_ptr, lr_ptr, momentum_ptr, decay_ptr,
     value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride, rows, ins, outs,
-    MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, INS: tl.constexpr, OUTS: tl.constexpr,
+    MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, INS: tl.constexpr,
+    OUTS: tl.constexpr,
 ):  # fmt: skip
-    """The same of weights (out, in), whose gradient is dy^T x."""
+    """The same of weights (out, in), whose gradient is dy^T x.
+
+    The product lies in the threads as tensor cores leave it, all else as memory is read best. So that the product is
+    what moves from one to the other, once, its numbers stand in a row, and the weights are asked for behind it: the
+    compiler lets what comes first decide. (It moved the weights, the velocities and all that is written, with four
+    times the barriers.)
+    """
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(ins, INS)
-    out = tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
-    taken = tl.program_id(0) % blocks * INS + tl.arange(0, INS)
-    at = out[:, None] * ins + taken[None, :]
-    inside = (out < outs)[:, None] & (taken < ins)[None, :]
-    value, velocity = _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MOMENTUM)
+    first_out, first_in = tl.program_id(0) // blocks * OUTS, tl.program_id(0) % blocks * INS
+    out, taken = first_out + tl.arange(0, OUTS), first_in + tl.arange(0, INS)
     grad = tl.zeros((OUTS, INS), dtype=tl.float32)
-    for start in range(0, rows, ROWS):
-        example = start + tl.arange(0, ROWS)
+    for turn in tl.static_range(TURNS):
+        example = turn * ROWS + tl.arange(0, ROWS)
         known = (example < rows)[:, None]
         dy = tl.load(dy_ptr + (row * rows + example)[:, None] * outs + out[None, :], known & (out < outs)[None, :], 0.0)
         x = tl.load(x_ptr + (row * rows + example)[:, None] * ins + taken[None, :], known & (taken < ins)[None, :], 0.0)
         grad = tl.dot(tl.trans(dy), x, grad, input_precision="ieee")
+    grad = tl.reshape(grad, (OUTS * INS,))
+    lane = tl.arange(0, OUTS * INS)
+    lane_out, lane_in = first_out + lane // INS, first_in + lane % INS
+    at, inside = lane_out * ins + lane_in, (lane_out < outs) & (lane_in < ins)
+    value, velocity = _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MOMENTUM)
     _move(
         value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
         new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,
@@ -123,9 +135,10 @@ def run_sgd(
         x, dy = next(later)
         (_, rows, ins), outs = x.shape, dy.shape[2]
         each, strides = moved(slice(first, first + ins * outs))
+        at_once = min(_MOST_ROWS, max(16, power_of_2(rows)))
         _sgd_linear_kernel[(triton.cdiv(outs, _OUTS) * triton.cdiv(ins, _INS), clients)](
             *each, x, dy, lr, momentum, decay, *strides, rows, ins, outs, **kinds,
-            ROWS=min(64, max(16, power_of_2(rows))), INS=_INS, OUTS=_OUTS, num_warps=4,
+            ROWS=at_once, TURNS=triton.cdiv(rows, at_once), INS=_INS, OUTS=_OUTS, num_warps=_WARPS,
         )  # fmt: skip
         first += ins * outs
     for share in shares(given):
