@@ -16,7 +16,7 @@ TRITON_READY := $(TRITON)/.ready
 NVFLARE := .venv-nvflare
 NVFLARE_READY := $(NVFLARE)/.ready
 
-.PHONY: help demo test test-quick test-kernels test-nvflare test-newest mutants lint format docs audit sbom lock clean
+.PHONY: help demo test test-quick test-kernels test-nvflare test-newest test-oldest mutants lint format docs audit sbom lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,15 +60,19 @@ $(NVFLARE_READY): pyproject.toml constraints.txt constraints-nvflare.txt $(wildc
 	$(NVFLARE)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt -c constraints-nvflare.txt -e '.[dev,nvflare]'
 	@touch $@
 
-# Users get the newest torch, and with it gigabytes for GPUs: in an environment of its own, by hand. NEWEST=DIR puts it
-# elsewhere. All else is as pinned.
-NEWEST ?= .venv-newest
+# Users get the newest torch, clusters have old ones, and both bring gigabytes for GPUs: in environments of their own, by
+# hand. OTHER=DIR puts one elsewhere. All else is as pinned, but for what torch itself has an opinion on.
+OTHER = .venv-newest
+OTHER_TORCH = torch
+test-oldest: OTHER = .venv-oldest
+test-oldest: OTHER_TORCH = torch==2.11.0
+test-oldest: test-newest  ## the tests with the oldest torch that is admitted; pulls gigabytes, by hand
 test-newest:  ## the tests with the newest torch there is; pulls gigabytes, by hand
-	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
-	$(NEWEST)/bin/python -m pip install --quiet --upgrade -c $(NEWEST)/constraints.txt torch ml-dtypes -e '.[dev]'
-	$(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
-	$(NEWEST)/bin/python -m pytest -n 2 $(TESTS)
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -Ev '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --upgrade -c $(OTHER)/constraints.txt '$(OTHER_TORCH)' ml-dtypes -e '.[dev]'
+	$(OTHER)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(OTHER)/bin/python -m pytest -n 2 $(TESTS)
 
 mutants: $(READY)  ## put mistakes into the package, one by one, and see which the tests notice: an hour (N=300 SEED=0)
 	$(BIN)/python tools/mutants.py map
@@ -104,5 +108,5 @@ lock: $(READY)  ## write locks/ anew, with the hashes of what constraints.txt pi
 	$(BIN)/python tools/make_lock.py
 
 clean:  ## remove the virtual environment and all caches; runs stay
-	rm -rf $(VENV) $(NVFLARE) $(TRITON) .venv-newest .mutants .pytest_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(NVFLARE) $(TRITON) .venv-newest .venv-oldest .mutants .pytest_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
