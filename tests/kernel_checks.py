@@ -7,6 +7,7 @@ bfloat16; of those torch is given the same rounded numbers, and calculates with 
 from __future__ import annotations
 
 import tempfile
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -174,6 +175,16 @@ def check_many_parts(dtype: torch.dtype) -> None:
     pixels = x.float().flatten(1, 3).split(100, 1)
     moments = [torch.stack([part.mean(1), (part - part.mean(1, True)).square().sum(1)], 1) for part in pixels]
     check_norm(x, (torch.stack(moments, 1), 100), training=True)
+
+
+def check_several_tiles(dtype: torch.dtype) -> None:
+    """So many pixels that each program takes several tiles, of which the last ones have fewer."""
+    with patch.object(norm, "_ENOUGH", 1):
+        for channels in (64, 10):
+            x = (torch.randn(2, 3, 25, 25, channels, device=DEVICE) + 3).to(dtype)
+            assert norm.cut_of(x).tiles > 1
+            check_norm(x, None, training=True)
+            check_norm(x, None, training=False, ceiling=0.5)
 
 
 def check_group_norm(dtype: torch.dtype, channels: int, groups: int, size: int) -> None:
@@ -471,6 +482,7 @@ def check_layers(dtype: torch.dtype) -> None:
     ):
         check_depthwise(dtype, *case)
     check_many_parts(dtype)
+    check_several_tiles(dtype)
     for spec in ("none", "crop(2)+flip", "flip+rotate(20)+crop(1)", "crop(2)+window(8)+rotate(30)"):
         check_images(dtype, spec)
     check_dropout(dtype, (5, 7), 0.5)

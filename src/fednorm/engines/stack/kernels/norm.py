@@ -49,6 +49,10 @@ def _through(dy, y_ptr, at, mask, CEILING: tl.constexpr):
     return dy
 
 
+_TURN = tl.constexpr(4)
+"""Rows of a tile that a thread of 8 warps has, if it reads 16 bytes at once."""
+
+
 # One kernel for batches and channels of all numbers: with a network's channels as constants, each of its layers would
 # take a second to compile.
 @kernel("rows", "chunks", "channel_words")
@@ -115,8 +119,8 @@ def _normalise_kernel(
     x_ptr, part_ptr, gamma_ptr, beta_ptr, add_ptr, old_mean_ptr, old_var_ptr, counter_ptr,
     y_ptr, mean_ptr, var_ptr, new_mean_ptr, new_var_ptr, new_counter_ptr,
     gamma_stride, beta_stride, old_mean_stride, old_var_stride, counter_stride, rows, parts, part_rows, channel_words,
-    rate, eps, WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
-    TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, CEILING: tl.constexpr,
+    rate, eps, WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
+    TURNS: tl.constexpr, TRAINING: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, CEILING: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
@@ -140,24 +144,29 @@ def _normalise_kernel(
             unbiased = var * (rows / (rows - 1.0))
             tl.store(new_var_ptr + cell, old_var + rate * (unbiased - old_var), mask=inside)
             tl.store(new_counter_ptr + client, tl.load(counter_ptr + client * counter_stride) + 1)
-    row = chunk * ROWS + tl.arange(0, ROWS)
-    mask = (row < rows)[:, None] & inside[None, :]
-    at = (client * rows + row)[:, None] * channels + channel[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    y = (x - mean[None, :]) * scale[None, :] + beta[None, :]
-    if ADD:
-        y += tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if RELU:
-        y = _rectified(y, CEILING)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    for tile in range(TILES):
+        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = (client * rows + row)[:, None] * channels + channel[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        y = (x - mean[None, :]) * scale[None, :] + beta[None, :]
+        if ADD:
+            y += tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if RELU:
+            y = _rectified(y, CEILING)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel("rows", "chunks", "channel_words")
 def _grad_sums_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, part_ptr, rows, chunks, channel_words, eps,
-    WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
+    WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, RELU: tl.constexpr,
     CEILING: tl.constexpr,
 ):  # fmt: skip
+    """Sums of a chunk of gradients, and of gradients times what was normalised.
+
+    Each thread adds up its own rows of all tiles first: the sums over threads are dearer than all else.
+    """
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
     channels = channel_words * WORD
@@ -165,24 +174,28 @@ def _grad_sums_kernel(
     inside = channel < channels
     mean = tl.load(mean_ptr + client * channels + channel, mask=inside, other=0.0)
     var = tl.load(var_ptr + client * channels + channel, mask=inside, other=1.0)
-    row = chunk * ROWS + tl.arange(0, ROWS)
-    mask = (row < rows)[:, None] & inside[None, :]
-    at = (client * rows + row)[:, None] * channels + channel[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if RELU:
-        dy = _through(dy, y_ptr, at, mask, CEILING)
-    hat = (x - mean[None, :]) * tl.rsqrt(var + eps)[None, :]
+    plain = tl.zeros((ROWS // _TURN, BLOCK), dtype=tl.float32)
+    times_hat = tl.zeros((ROWS // _TURN, BLOCK), dtype=tl.float32)
+    for tile in range(TILES):
+        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = (client * rows + row)[:, None] * channels + channel[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if RELU:
+            dy = _through(dy, y_ptr, at, mask, CEILING)
+        plain += tl.sum(tl.reshape(dy, (_TURN, ROWS // _TURN, BLOCK)), 0)
+        times_hat += tl.sum(tl.reshape(dy * (x - mean[None, :]), (_TURN, ROWS // _TURN, BLOCK)), 0)
     base = part_ptr + (client * chunks + chunk) * (2 * channels) + channel
-    tl.store(base, tl.sum(dy, 0), mask=inside)
-    tl.store(base + channels, tl.sum(dy * hat, 0), mask=inside)
+    tl.store(base, tl.sum(plain, 0), mask=inside)
+    tl.store(base + channels, tl.sum(times_hat, 0) * tl.rsqrt(var + eps), mask=inside)
 
 
 @kernel("rows", "chunks", "channel_words")
 def _input_grad_kernel(
     x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
     gamma_stride, rows, chunks, channel_words, eps,
-    WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr,
     TRAINING: tl.constexpr, RELU: tl.constexpr, CEILING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -192,28 +205,32 @@ def _input_grad_kernel(
     inside = channel < channels
     cell = client * channels + channel
     every = tl.arange(0, CHUNKS)
-    at = (client * chunks + every)[:, None] * (2 * channels) + channel[None, :]
-    part_mask = (every < chunks)[:, None] & inside[None, :]
-    dbeta = tl.sum(tl.load(part_ptr + at, mask=part_mask, other=0.0), 0)
-    dgamma = tl.sum(tl.load(part_ptr + at + channels, mask=part_mask, other=0.0), 0)
+    part = part_ptr + (client * chunks + every)[:, None] * (2 * channels) + channel[None, :]
+    known = (every < chunks)[:, None] & inside[None, :]
+    dbeta = tl.sum(tl.load(part, mask=known, other=0.0), 0)
+    dgamma = tl.sum(tl.load(part + channels, mask=known, other=0.0), 0)
     if chunk == 0:
         tl.store(dgamma_ptr + cell, dgamma, mask=inside)
         tl.store(dbeta_ptr + cell, dbeta, mask=inside)
     mean = tl.load(mean_ptr + cell, mask=inside, other=0.0)
     inverse = tl.rsqrt(tl.load(var_ptr + cell, mask=inside, other=1.0) + eps)
     scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * inverse
-    row = chunk * ROWS + tl.arange(0, ROWS)
-    mask = (row < rows)[:, None] & inside[None, :]
-    at = (client * rows + row)[:, None] * channels + channel[None, :]
-    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if RELU:
-        dy = _through(dy, y_ptr, at, mask, CEILING)
-    if MASKED:
-        tl.store(masked_ptr + at, dy.to(masked_ptr.dtype.element_ty), mask=mask)
-    if TRAINING:
-        hat = (tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
-        dy = dy - (dbeta / rows)[None, :] - hat * (dgamma / rows)[None, :]
-    tl.store(dx_ptr + at, (scale[None, :] * dy).to(dx_ptr.dtype.element_ty), mask=mask)
+    # By channel, so that a number takes two products: scale (dy - dbeta / rows - (x - mean) inverse dgamma / rows).
+    constant, slope = -scale * dbeta / rows, -scale * inverse * dgamma / rows
+    for tile in range(TILES):
+        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = (client * rows + row)[:, None] * channels + channel[None, :]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if RELU:
+            dy = _through(dy, y_ptr, at, mask, CEILING)
+        if MASKED:
+            tl.store(masked_ptr + at, dy.to(masked_ptr.dtype.element_ty), mask=mask)
+        dx = scale[None, :] * dy
+        if TRAINING:
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dx += constant[None, :] + slope[None, :] * (x - mean[None, :])
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 class Cut(NamedTuple):
@@ -222,9 +239,16 @@ class Cut(NamedTuple):
     clients: int
     rows: int
     channels: int
-    chunk: int
-    chunks: int
+    tile: int
+    """rows of a tile"""
+    tiles: int
+    """that a program takes, one after the other: its chunk"""
     block: int
+    """channels of a tile"""
+
+    @property
+    def chunks(self) -> int:
+        return triton.cdiv(self.rows, self.tile * self.tiles)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -232,12 +256,15 @@ class Cut(NamedTuple):
 
 
 _ELEMENTS = 8192
-"""Numbers of a program: a tile that stays in registers."""
+"""Numbers of a tile, which stays in registers."""
+_ENOUGH, _MOST_TILES = 528, 8
+"""Programs that keep a GPU busy. Where there would be more, each takes several tiles: what it does once, which is to
+join the moments or sums of all, takes as long as a tile."""
 _FEWEST_PARTS, _MOST_PARTS = 16, 128
 """Parts joined at a time; where there are fewer, the same kernel serves, unless there is nothing to join."""
 
 _MOST_CHUNKS = 256
-"""Few enough for every program to join them all."""
+"""Sums that every program may add up; more are added up before."""
 _FEW_CHANNELS = 16
 """Channels of a program that only joins: few, so that there are enough programs."""
 _MOST_JOINED = 4096
@@ -249,13 +276,17 @@ def _at_once(parts: int, most: int) -> int:
     return 1 if parts == 1 else min(most, max(_FEWEST_PARTS, triton.next_power_of_2(parts)))
 
 
-def cut_of(x: Tensor) -> Cut:
+def cut_of(x: Tensor, most_tiles: int = _MOST_TILES) -> Cut:
     """The cut of activations (client, ..., channel)."""
     clients, channels = x.shape[0], x.shape[-1]
     rows = x.numel() // (clients * channels)
     block = min(64, triton.next_power_of_2(channels))
-    chunk = max(_ELEMENTS // block, triton.next_power_of_2(triton.cdiv(rows, _MOST_CHUNKS)))
-    return Cut(clients, rows, channels, chunk, triton.cdiv(rows, chunk), block)
+    tile = _ELEMENTS // block
+    programs = triton.cdiv(rows, tile) * clients * triton.cdiv(channels, block)
+    tiles = 1
+    while tiles < most_tiles and programs >= 2 * tiles * _ENOUGH:
+        tiles *= 2
+    return Cut(clients, rows, channels, tile, tiles, block)
 
 
 class Running(NamedTuple):
@@ -279,11 +310,12 @@ def run_norm(
     cut = cut_of(x)
     count, word = words(cut.channels)
     if training and parts is None:
-        taken = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
-        _moments_kernel[cut.grid](
-            x, taken, cut.rows, cut.chunks, count, WORD=word, ROWS=cut.chunk, BLOCK=cut.block, num_warps=8
+        one = cut_of(x, most_tiles=1)
+        taken = torch.empty(one.clients, one.chunks, 2, one.channels, device=x.device)
+        _moments_kernel[one.grid](
+            x, taken, one.rows, one.chunks, count, WORD=word, ROWS=one.tile, BLOCK=one.block, num_warps=8
         )
-        parts = taken, cut.chunk
+        parts = taken, one.tile
     if training and parts is not None and parts[0].shape[1] * cut.block > _MOST_JOINED:
         parts = _joined(*parts, cut), cut.rows
     moments, part_rows = parts or (gamma, 1)
@@ -295,7 +327,7 @@ def run_norm(
     strides = [each.stride(0) for each in (gamma, beta, *running)]
     _normalise_kernel[cut.grid](
         x, moments, gamma, beta, x if addend is None else addend, *running, y, mean, var, *moved, *strides,
-        cut.rows, joined, part_rows, count, rate, eps, WORD=word, ROWS=cut.chunk, BLOCK=cut.block,
+        cut.rows, joined, part_rows, count, rate, eps, WORD=word, ROWS=cut.tile, BLOCK=cut.block, TILES=cut.tiles,
         PARTS=at_once, TURNS=triton.cdiv(joined, at_once), TRAINING=training, ADD=addend is not None, RELU=relu,
         CEILING=ceiling, num_warps=8,
     )  # fmt: skip
@@ -322,11 +354,11 @@ def run_norm_grad(
     cut = cut_of(x)
     parts = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
     count, word = words(cut.channels)
-    shape = {"WORD": word, "ROWS": cut.chunk, "BLOCK": cut.block, "num_warps": 8}
+    shape = {"WORD": word, "ROWS": cut.tile, "BLOCK": cut.block, "TILES": cut.tiles, "num_warps": 8}
     shape |= {"RELU": y is not None, "CEILING": ceiling}
     outer = x if y is None else y
     _grad_sums_kernel[cut.grid](x, dy, outer, mean, var, parts, cut.rows, cut.chunks, count, eps, **shape)
-    if cut.chunks * cut.block > _MOST_JOINED:
+    if cut.chunks > _MOST_CHUNKS or cut.chunks * cut.block > _MOST_JOINED:
         parts = parts.sum(1, keepdim=True)
     dx = torch.empty_like(x)
     through = torch.empty_like(dy) if masked else dy.new_empty(0)
