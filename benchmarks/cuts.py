@@ -15,7 +15,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,9 +147,9 @@ def calls_of(case: Case, clients: int, options: Options) -> list[Call]:
     graphs: list[GraphModule] = []
     original = program.compile_kernels
 
-    def note(traced: GraphModule) -> None:
+    def note(traced: GraphModule) -> AbstractContextManager[None]:
         graphs.append(traced)
-        original(traced)
+        return original(traced)
 
     with patch.object(program, "compile_kernels", note):
         steps = stacked(case, clients, options.precision or "bf16", options)

@@ -197,7 +197,8 @@ def main() -> None:
             with building(asked.arch) as (kernels, failed):
                 graphs = programs(case, clients, asked.wide)
                 for graph in graphs:
-                    compile_kernels(graph)
+                    with compile_kernels(graph):
+                        pass
                 step = launches(graphs[1])
             for each in kernels.values():
                 registers, spilled = each.usage()

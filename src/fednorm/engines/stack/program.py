@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +57,11 @@ class Program:
         on_gpu = next(iter(state.values())).is_cuda
         if fused:
             traced = fuse(trace(function, state))
-            if on_gpu:
-                compile_kernels(traced)
             self._in_place = write_in_place(traced, state)
             self._rounded = Rounded(traced, state, self._in_place)
             self._state = {**state, **self._rounded.entries}
-            joined = compiled(traced, self._state) if on_gpu and repays(traced, calls) else None
+            with compile_kernels(traced) if on_gpu else nullcontext():
+                joined = compiled(traced, self._state) if on_gpu and repays(traced, calls) else None
             self._function = joined or traced
         if on_gpu:
             self._capture(memory)
@@ -90,8 +89,9 @@ class Program:
             put(self._state, *self._function(self._state))
 
 
-def compile_kernels(traced: GraphModule) -> None:
-    """Let the kernels of a graph be compiled side by side, by calling each operator once on zeros.
+@contextmanager
+def compile_kernels(traced: GraphModule) -> Iterator[None]:
+    """Meanwhile let the kernels of a graph be compiled side by side, by calling each operator once on zeros.
 
     A kernel that cannot be made like this is made, or complains, when the graph runs; Triton has errors of many types.
     """
@@ -107,8 +107,9 @@ def compile_kernels(traced: GraphModule) -> None:
             target(*args, **kwargs)
 
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        for _ in pool.map(lambda each: call(*each), calls.values()):
-            pass
+        for target, specs in calls.values():
+            pool.submit(call, target, specs)
+        yield
 
 
 @dataclass(frozen=True)
