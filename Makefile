@@ -61,16 +61,17 @@ $(NVFLARE_READY): pyproject.toml constraints.txt constraints-nvflare.txt $(wildc
 	@touch $@
 
 # Users get the newest torch, clusters have old ones, and both bring gigabytes for GPUs: in environments of their own, by
-# hand. OTHER=DIR puts one elsewhere. All else is as pinned, but for what torch itself has an opinion on.
+# hand. OTHER=DIR puts one elsewhere. All else is as pinned, but for what torch and the Triton that comes with it have an
+# opinion on.
 OTHER = .venv-newest
 OTHER_TORCH = torch
 test-oldest: OTHER = .venv-oldest
-test-oldest: OTHER_TORCH = torch==2.11.0
+test-oldest: OTHER_TORCH = torch==2.11.0 numpy<2.4
 test-oldest: test-newest  ## the tests with the oldest torch that is admitted; pulls gigabytes, by hand
 test-newest:  ## the tests with the newest torch there is; pulls gigabytes, by hand
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	grep -Ev '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --upgrade -c $(OTHER)/constraints.txt '$(OTHER_TORCH)' ml-dtypes -e '.[dev]'
+	grep -Ev '^(torch|setuptools|numpy)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --upgrade -c $(OTHER)/constraints.txt $(patsubst %,'%',$(OTHER_TORCH)) ml-dtypes -e '.[dev]'
 	$(OTHER)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(OTHER)/bin/python -m pytest -n 2 $(TESTS)
 

@@ -159,7 +159,7 @@ def launches(graph: GraphModule) -> Counter[str]:
 
     given = [TensorSpec.of(node.meta["val"]).zeros() for node in graph.graph.nodes if node.op == "placeholder"]
     kernels = patch.object(launch.Kernel, "__getitem__", count)
-    with kernels, torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as seen:
+    with kernels, torch.no_grad(), profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         Interpreter(graph).run(*given, enable_io_processing=False)
     for event in seen.events() or ():
         if _is_work(event) and not any(map(_is_work, _parents(event))):

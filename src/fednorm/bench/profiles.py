@@ -46,7 +46,7 @@ def profile_of(rounds: Rounds, local_steps: int) -> Profile:
     spans: list[tuple[float, float]] = []
 
     def look(play: Callable[[], object]) -> int:
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
             play()
         for event in seen.events() or []:
             if event.device_type.name == "CUDA":
