@@ -52,8 +52,9 @@ def test_make_installs_by_the_locks() -> None:
     assert loose == [
         "pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'",
         "pip install --quiet --no-build-isolation -c constraints.txt -c constraints-nvflare.txt -e '.[dev,nvflare]'",
-        # the newest torch there is, by hand, has no hash yet
-        "pip install --quiet --upgrade -c $(OTHER)/constraints.txt $(patsubst %,'%',$(OTHER_TORCH)) ml-dtypes -e '.[dev]'",
+        # another torch, by hand: the newest has no hash yet
+        "pip install --quiet --upgrade -c $(OTHER)/constraints.txt "
+        "$(patsubst %,'%',$(OTHER_TORCH)) ml-dtypes -e '.[dev]'",
         "pip install --quiet pip-audit",
         "pip install --quiet uv",
     ]
