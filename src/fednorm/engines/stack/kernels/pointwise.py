@@ -29,6 +29,11 @@ def finish(
     if RELU:
         acc = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL)
     y = acc.to(y_ptr.dtype.element_ty)
+    if MOMENTS and channel.shape[0] >= 64:
+        # Nothing is read here. But the compiler arranges what follows a read as that is arranged: a thread has whole
+        # words of many pixels, and its sums over pixels are its own. As the product leaves them, a pixel's channels lie
+        # in few threads and its sums are exchanged, four times as often for 128 channels.
+        y += tl.load(y_ptr + y_at, mask=inside & (pixel < 0)[:, None], other=0.0)
     tl.store(y_ptr + y_at, y, mask=inside)
     if MOMENTS:
         seen = tl.where((pixel < total)[:, None], y.to(tl.float32), 0.0)  # what the batch norm will read
