@@ -78,8 +78,8 @@ def _sgd_linear_kernel(
 
     The product lies in the threads as tensor cores leave it, all else as memory is read best. So that the product is
     what moves from one to the other, once, its numbers stand in a row, and the weights are asked for behind it: the
-    compiler lets what comes first decide. (It moved the weights, the velocities and all that is written, with four
-    times the barriers.)
+    compiler arranges what follows the last read as that is. (It moved the weights, the velocities and all that is
+    written, with four times the barriers.)
     """
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(ins, INS)
