@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +24,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fednorm.bench.cases import TABLE, Case, read_cases
 from fednorm.bench.machine import describe_machine
 from fednorm.bench.models import stacked
 from fednorm.bench.options import Options
+from fednorm.bench.plain_steps import captured
 from fednorm.bench.timing import Effort
 from fednorm.engines.machine import find_device, precision
 from fednorm.engines.stack import program
@@ -125,15 +127,12 @@ class Call:
         shapes = [list(spec.shape) for spec in tree_leaves(self.specs) if isinstance(spec, TensorSpec)]
         return f"{self.name} {shapes[:2]} x{self.times}"
 
-    def inputs(self, device: torch.device) -> list[Any]:
+    def inputs(self) -> list[Any]:
         """Arguments with random numbers, as many as do not fit into the cache."""
-        size = sum(_bytes(spec) for spec in tree_leaves(self.specs) if isinstance(spec, TensorSpec))
+        specs = [spec for spec in tree_leaves(self.specs) if isinstance(spec, TensorSpec)]
+        size = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs)
         copies = max(1, min(MOST_COPIES, CACHE // max(size, 1)))
         return [tree_map_only(TensorSpec, _random, self.specs) for _ in range(copies)]
-
-
-def _bytes(spec: TensorSpec) -> int:
-    return spec.dtype.itemsize * int(torch.tensor(spec.shape).prod())
 
 
 def _random(spec: TensorSpec) -> Tensor:
@@ -157,17 +156,9 @@ def calls_of(case: Case, clients: int, options: Options) -> list[Call]:
         assert steps.rounds is not None
         steps.rounds.close()
     step = max(graphs, key=lambda graph: len(graph.graph.nodes))
-    found: Counter[str] = Counter()
-    first: dict[str, tuple[Any, Any]] = {}
-    for node in step.graph.nodes:
-        if str(node.target).startswith("fednorm."):
-            specs = tree_map_only(Node, program._spec_of, (node.args, dict(node.kwargs)))
-            if any(spec is None for spec in tree_leaves(specs) if isinstance(spec, TensorSpec)):
-                continue
-            key = repr((node.target, specs))
-            found[key] += 1
-            first[key] = node.target, specs
-    return [Call(*first[key], times) for key, times in found.items()]
+    found = program.calls_of(step)
+    times = Counter(map(repr, found))
+    return [Call(*each, times[text]) for text, each in {repr(each): each for each in found}.items()]
 
 
 @contextmanager
@@ -185,20 +176,13 @@ def milliseconds(call: Call, inputs: list[Any]) -> Callable[[], float]:
         for args, kwargs in inputs:
             call.target(*args, **kwargs)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        play()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        play()
+    replay = captured(play)
 
     def timed() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(PLAYS):
-            graph.replay()
+            replay()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / PLAYS / len(inputs)
@@ -207,9 +191,9 @@ def milliseconds(call: Call, inputs: list[Any]) -> Callable[[], float]:
     return timed
 
 
-def compared(call: Call, candidates: Mapping[str, Candidate], device: torch.device) -> dict[str, float]:
+def compared(call: Call, candidates: Mapping[str, Candidate]) -> dict[str, float]:
     """Microseconds of a call by candidate, in turn; those that do not work are left out."""
-    inputs = call.inputs(device)
+    inputs = call.inputs()
     timers: dict[str, Callable[[], float]] = {}
     for name, each in {"as it is": Candidate((), ()), **candidates}.items():
         if not each.operators or call.name in each.operators:
@@ -271,7 +255,7 @@ def main() -> None:
             with precision("bf16"), torch.no_grad():
                 compile_all(calls, candidates)
                 for call in calls:
-                    found = compared(call, candidates, device)
+                    found = compared(call, candidates)
                     show(call.told, found, call.times)
                     result["us"].setdefault(name, {})[call.told] = found
                     gc.collect()

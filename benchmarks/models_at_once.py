@@ -22,11 +22,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fednorm.bench import models
+from fednorm.bench import sections
 from fednorm.bench.cases import TABLE, read_cases
-from fednorm.bench.machine import describe_machine
 from fednorm.bench.options import Options
-from fednorm.bench.report import Progress, Report
 from fednorm.bench.timing import Effort
 from fednorm.engines.machine import find_device
 from fednorm.files import read_json, write_json
@@ -46,12 +44,9 @@ def measure_one(case: str, asked: argparse.Namespace) -> None:
     device = find_device(asked.device)
     effort = Effort(asked.repeats, asked.seconds, ready=ready)
     options = Options(sections=("models",), device=device, effort=effort, cases=read_cases(case, (5,)))
-    report = Report(describe_machine(device, shlex.split(asked.command)), [models.section(options)])
-    models.measure(options, report.sections[0], Progress(quiet=False))
-    if not report.sections[0].measurements:
+    report = sections.measure_all(options, shlex.split(asked.command), quiet=False, out=asked.out)
+    if report.interrupted or not report.sections[0].measurements:
         sys.exit(1)
-    report.sections[0].keys.pop(NOT_ALONE, None)
-    report.write(asked.out)
 
 
 def measure_all(cases: Sequence[str], asked: argparse.Namespace) -> int:
@@ -79,7 +74,9 @@ def measure_all(cases: Sequence[str], asked: argparse.Namespace) -> int:
                 print(f"{case}: no result", flush=True)
                 bad += 1
                 continue
-            whole = joined(whole, read_json(out)) if whole else read_json(out)
+            result = read_json(out)
+            result.pop(NOT_ALONE, None)
+            whole = joined(whole, result) if whole else result
             write_json(asked.out, whole, indent=1)
             print(f"{case}: done", flush=True)
     return bad

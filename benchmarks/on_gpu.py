@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,13 +68,17 @@ def play(part: Part, seconds: float, out: Path) -> str:
     """Play a part for so long at most; how it ended, in words."""
     result, begun = out / f"{part.name}.json", time.monotonic()
     partial = out / f"{part.name}.partial.json"
-    with (out / f"{part.name}.log").open("w") as log, ExitStack() as running:
-        command = [sys.executable, *part.command, *(("--out", str(partial)) if part.writes else ())]
-        process = running.enter_context(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
-        running.callback(process.kill)  # it does not outlive this part
-        code = _waited(process, begun + min(seconds, 60 * part.minutes))
-        if code is None:
-            return f"interrupted after {time.monotonic() - begun:.0f} s"
+    command = [sys.executable, *part.command, *(("--out", str(partial)) if part.writes else ())]
+    with (
+        (out / f"{part.name}.log").open("w") as log,
+        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            code = _waited(process, begun + min(seconds, 60 * part.minutes))
+        finally:
+            process.kill()  # it does not outlive this part
+    if code is None:
+        return f"interrupted after {time.monotonic() - begun:.0f} s"
     if code:
         return f"failed with exit code {code}"
     if part.writes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from fednorm.bench.options import Options
 from fednorm.bench.profiles import MOST, Profile, profile_of
 from fednorm.bench.timing import Effort
 from fednorm.errors import FednormError, first_line
+from fednorm.files import write_json
 
 
 def profiled(case: Case, clients: int, options: Options) -> tuple[float, Profile]:
@@ -68,9 +68,7 @@ def main() -> None:
             show(case.name, clients, ms_a_step, found)
             results.append({"model": case.name, "clients": clients, "ms_a_step": ms_a_step, **found.to_json()})
             if asked.out:
-                asked.out.write_text(
-                    json.dumps({"machine": describe_machine(options.device), "steps": results}, indent=1) + "\n"
-                )
+                write_json(asked.out, {"machine": describe_machine(options.device), "steps": results}, indent=1)
             gc.collect()
             torch.cuda.empty_cache()
 

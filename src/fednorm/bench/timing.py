@@ -46,6 +46,10 @@ class Run(Protocol):
     def settle(self, count: int) -> object: ...
 
 
+def at_once() -> None:
+    """Nothing to wait for."""
+
+
 @dataclass(frozen=True)
 class Effort:
     """How much time a benchmark may take."""
@@ -56,7 +60,7 @@ class Effort:
     """of one timing, at least"""
     minutes: float = 0.0
     """how long to wait for quiet cores, in all"""
-    ready: Callable[[], object] = bool
+    ready: Callable[[], object] = at_once
     """called when all variants are warm, before the first is timed"""
 
 

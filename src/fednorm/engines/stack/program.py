@@ -89,17 +89,21 @@ class Program:
             put(self._state, *self._function(self._state))
 
 
+def calls_of(traced: GraphModule) -> list[tuple[Any, Any]]:
+    """The operators of ours in a graph, each with what it is called on: `TensorSpec`s in place of tensors."""
+    return [
+        (node.target, tree_map_only(Node, _spec_of, (node.args, dict(node.kwargs))))
+        for node in traced.graph.nodes
+        if str(node.target).startswith("fednorm.")
+    ]
+
+
 @contextmanager
 def compile_kernels(traced: GraphModule) -> Iterator[None]:
     """Meanwhile let the kernels of a graph be compiled side by side, by calling each operator once on zeros.
 
     A kernel that cannot be made like this is made, or complains, when the graph runs; Triton has errors of many types.
     """
-    calls = {}
-    for node in traced.graph.nodes:
-        if str(node.target).startswith("fednorm."):
-            specs = tree_map_only(Node, _spec_of, (node.args, dict(node.kwargs)))
-            calls[repr((node.target, specs))] = node.target, specs
 
     def call(target: Any, specs: Any) -> None:
         with suppress(Exception):
@@ -107,7 +111,7 @@ def compile_kernels(traced: GraphModule) -> Iterator[None]:
             target(*args, **kwargs)
 
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        for target, specs in calls.values():
+        for target, specs in {repr(each): each for each in calls_of(traced)}.values():
             pool.submit(call, target, specs)
         yield
 

@@ -144,7 +144,7 @@ def _relu_grad_kernel(
 
 def run_relu_grad(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient behind a ReLU with output y (client, ..., channel), contiguous, and its sums over pixels."""
-    cut = cut_of(y, most_tiles=1)
+    cut = cut_of(y)._replace(tiles=1)
     out, parts = torch.empty_like(dy), torch.empty(cut.clients, cut.chunks, cut.channels, device=y.device)
     _relu_grad_kernel[cut.grid](
         dy, y, out, parts, cut.rows, cut.chunks, CHANNELS=cut.channels, ROWS=cut.tile, BLOCK=cut.block, num_warps=8

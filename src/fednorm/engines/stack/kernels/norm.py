@@ -19,12 +19,19 @@ from fednorm.engines.stack.kernels.tiles import words
 
 
 @triton.jit
+def _numbers_of(tile, client, channel, rows, channels, ROWS: tl.constexpr):
+    """Which of the numbers of a client's tile there are, and where they lie."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    mask = (row < rows)[:, None] & (channel < channels)[None, :]
+    return mask, (client * rows + row)[:, None] * channels + channel[None, :]
+
+
+@triton.jit
 def tile_of_program(rows, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The channels of this program of a `Cut`, which of its tile's numbers there are, and where they lie."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (channel < channels)[None, :]
-    return channel, mask, (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * channels + channel[None, :]
+    mask, at = _numbers_of(tl.program_id(0), tl.program_id(1).to(tl.int64), channel, rows, channels, ROWS)
+    return channel, mask, at
 
 
 @triton.jit
@@ -145,9 +152,7 @@ def _normalise_kernel(
             tl.store(new_var_ptr + cell, old_var + rate * (unbiased - old_var), mask=inside)
             tl.store(new_counter_ptr + client, tl.load(counter_ptr + client * counter_stride) + 1)
     for tile in range(TILES):
-        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
-        at = (client * rows + row)[:, None] * channels + channel[None, :]
+        mask, at = _numbers_of(chunk * TILES + tile, client, channel, rows, channels, ROWS)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         y = (x - mean[None, :]) * scale[None, :] + beta[None, :]
         if ADD:
@@ -177,9 +182,7 @@ def _grad_sums_kernel(
     plain = tl.zeros((ROWS // _TURN, BLOCK), dtype=tl.float32)
     times_hat = tl.zeros((ROWS // _TURN, BLOCK), dtype=tl.float32)
     for tile in range(TILES):
-        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
-        at = (client * rows + row)[:, None] * channels + channel[None, :]
+        mask, at = _numbers_of(chunk * TILES + tile, client, channel, rows, channels, ROWS)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if RELU:
@@ -218,9 +221,7 @@ def _input_grad_kernel(
     # By channel, so that a number takes two products: scale (dy - dbeta / rows - (x - mean) inverse dgamma / rows).
     constant, slope = -scale * dbeta / rows, -scale * inverse * dgamma / rows
     for tile in range(TILES):
-        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
-        at = (client * rows + row)[:, None] * channels + channel[None, :]
+        mask, at = _numbers_of(chunk * TILES + tile, client, channel, rows, channels, ROWS)
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if RELU:
             dy = _through(dy, y_ptr, at, mask, CEILING)
@@ -276,7 +277,7 @@ def _at_once(parts: int, most: int) -> int:
     return 1 if parts == 1 else min(most, max(_FEWEST_PARTS, triton.next_power_of_2(parts)))
 
 
-def cut_of(x: Tensor, most_tiles: int = _MOST_TILES) -> Cut:
+def cut_of(x: Tensor) -> Cut:
     """The cut of activations (client, ..., channel)."""
     clients, channels = x.shape[0], x.shape[-1]
     rows = x.numel() // (clients * channels)
@@ -284,7 +285,7 @@ def cut_of(x: Tensor, most_tiles: int = _MOST_TILES) -> Cut:
     tile = _ELEMENTS // block
     programs = triton.cdiv(rows, tile) * clients * triton.cdiv(channels, block)
     tiles = 1
-    while tiles < most_tiles and programs >= 2 * tiles * _ENOUGH:
+    while tiles < _MOST_TILES and programs >= 2 * tiles * _ENOUGH:
         tiles *= 2
     return Cut(clients, rows, channels, tile, tiles, block)
 
@@ -310,7 +311,7 @@ def run_norm(
     cut = cut_of(x)
     count, word = words(cut.channels)
     if training and parts is None:
-        one = cut_of(x, most_tiles=1)
+        one = cut._replace(tiles=1)
         taken = torch.empty(one.clients, one.chunks, 2, one.channels, device=x.device)
         _moments_kernel[one.grid](
             x, taken, one.rows, one.chunks, count, WORD=word, ROWS=one.tile, BLOCK=one.block, num_warps=8
