@@ -68,6 +68,7 @@ def measure_all(cases: Sequence[str], asked: argparse.Namespace) -> int:
             running.callback(process.kill)
             started.append((case, out, process))
         ready = [process.stdout.readline().strip() == READY for _, _, process in started if process.stdout]
+        print(f"{sum(ready)} of {len(ready)} ready", flush=True)
         for (case, out, process), is_ready in zip(started, ready, strict=True):
             process.communicate("go\n" if is_ready else None)
             if process.returncode or not is_ready:

@@ -252,6 +252,14 @@ def test_a_quick_study_prints_its_table_and_says_what_it_is(tmp_path: Path) -> N
     assert len(again["cells"][0]["runs"]) == 1
 
 
+def test_some_settings_of_a_study_can_be_asked_for() -> None:
+    settings = ["--where", "local_steps=100", "--where", "momentum=local", "--where", "momentum=global"]
+    found = fednorm("reproduce", "fixbn.momentum", "--show", "--json", "--methods", "fixbn", *settings).json["cells"]
+    told = [(cell["setting"]["local_steps"], cell["setting"]["momentum"]) for cell in found]
+    assert sorted(set(told)) == [("100", "global"), ("100", "local")]
+    assert {cell["method"] for cell in found} == {"fixbn"}
+
+
 @pytest.mark.slow
 def test_centralized_fixbn_bears_the_rate_of_its_quick_run(tmp_path: Path) -> None:
     arguments = ["reproduce", "fixbn.fedtan", "--quick", "--methods", "centralized_fixbn", "--work", str(tmp_path)]
@@ -276,6 +284,10 @@ def test_centralized_fixbn_bears_the_rate_of_its_quick_run(tmp_path: Path) -> No
         (["fixbn.t1", "--seeds", ""], "--seeds cannot be read; give a number of seeds"),
         (["fixbn.t1", "--seeds", "99999999999"], "--seeds 99999999999 is out of range; give at most 1,000"),
         (["fixbn.t1", "--methods", ""], "method of fixbn.t1 '' is not known"),
+        (["fixbn.momentum", "--where", "momentum"], "--where momentum has no value; write --where AXIS=VALUE"),
+        (["fixbn.momentum", "--where", "norm=bn"], "setting of fixbn.momentum 'norm' is not known"),
+        (["fixbn.momentum", "--where", "momentum=locl"], "momentum of fixbn.momentum 'locl' is not known; did you"),
+        (["--next", "--where", "momentum=local"], "--where has no meaning with --next; leave it out"),
         (["fixbn.t1", "--minutes", "3"], "--minutes has no meaning with 'fixbn.t1'; leave it out"),
         (["--list", "--show"], "--show has no meaning with --list; leave it out"),
         (["--next", "--quick"], "--quick has no meaning with --next; leave it out"),

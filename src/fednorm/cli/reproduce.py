@@ -35,6 +35,12 @@ Seeds = Annotated[
 Methods = Annotated[
     str | None, option("--methods", metavar="LIST", help="some of its methods, such as fedavg_bn,fixbn", panel=_WHAT)
 ]
+Where = Annotated[
+    list[str] | None,
+    option(
+        "--where", metavar="AXIS=VALUE", help="some of its settings, such as momentum=local; repeatable", panel=_WHAT
+    ),
+]
 Variants = Annotated[bool, option("--variants", help="also other readings of the paper", panel=_WHAT)]
 Show = Annotated[bool, option("--show", help="play nothing, print what is there", panel=_WHAT)]
 Next = Annotated[bool, option("--next", help="play what is missing, study after study", panel=_WHAT)]
@@ -71,6 +77,7 @@ def reproduce(
     quick: Quick = False,
     seeds: Seeds = None,
     methods: Methods = None,
+    where: Where = None,
     variants: Variants = False,
     show: Show = False,
     queue: Next = False,
@@ -93,7 +100,8 @@ def reproduce(
         raise ConfigError("give one of: an experiment such as fixbn.norms, --list, or --next")
     if minutes is not None and not 0 < minutes < 1e6:
         raise ConfigError(f"--minutes {minutes} is out of range; give a number above 0")
-    chosen = {"--quick": quick, "--seeds": seeds, "--methods": methods, "--variants": variants, "--show": show}
+    chosen = {"--quick": quick, "--seeds": seeds, "--methods": methods, "--where": " ".join(where or []) or None}
+    chosen |= {"--variants": variants, "--show": show}
     if id is None:
         _refuse_for("--next" if queue else "--list", chosen)
     if not queue:
@@ -125,7 +133,7 @@ def reproduce(
         of_seeds = (0,) if quick else study.recipe.seeds
         chosen_seeds = of_seeds if seeds is None else tuple(dict.fromkeys(read_seeds(seeds, 0)))
         named = [] if methods is None else methods.replace(" ", "").split(",")
-        cells = study.cells(quick=quick, methods=named, variants=variants)
+        cells = study.cells(quick=quick, methods=named, where=_read_where(where or []), variants=variants)
         if not show:
             from fednorm.studies.client_statistics import looks_of
             from fednorm.studies.playing import play_runs, wanted_runs
@@ -142,6 +150,21 @@ def reproduce(
                 _print_study(study, measured(cells, place.library, chosen_seeds), quick, json, work)
                 raise
         _print_study(study, measured(cells, place.library, chosen_seeds), quick, json, work)
+
+
+def _read_where(texts: Sequence[str]) -> dict[str, list[str]]:
+    """Settings to play: the values that were given for each axis.
+
+    >>> _read_where(["momentum=local", "momentum=global", "local_steps=100"])
+    {'momentum': ['local', 'global'], 'local_steps': ['100']}
+    """
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        axis, equals, value = (part.strip() for part in text.partition("="))
+        if not equals:
+            raise ConfigError(f"--where {text} has no value; write --where AXIS=VALUE, such as --where momentum=local")
+        found.setdefault(axis, []).append(value)
+    return found
 
 
 def _refuse_for(what: str, given: Mapping[str, object]) -> None:

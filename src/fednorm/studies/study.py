@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -66,13 +66,30 @@ class Study:
         return tuple(dict.fromkeys(cell.config.data.name for cell in self.cells()))
 
     def cells(
-        self, *, quick: bool = False, methods: Sequence[str] = (), variants: bool = False
+        self,
+        *,
+        quick: bool = False,
+        methods: Sequence[str] = (),
+        where: Mapping[str, Collection[str]] | None = None,
+        variants: bool = False,
     ) -> tuple[StudyCell, ...]:
-        """The numbers to be had: of some methods or of all, of the main reading alone or of all readings."""
+        """The numbers to be had: of some methods or of all, of some settings, of the main reading alone or of all."""
+        self._check_choice(quick, methods, where or {})
+        cells = (*self._main(quick, methods), *(self._other_readings(quick, methods) if variants else ()))
+        return tuple(cell for cell in cells if _is_at(cell.setting, where or {}))
+
+    def _check_choice(self, quick: bool, methods: Sequence[str], where: Mapping[str, Collection[str]]) -> None:
         for key in methods:
             if key not in self.recipe.methods:
                 raise unknown(f"method of {self.id}", key, self.recipe.methods)
-        return tuple(self._main(quick, methods)) + (tuple(self._other_readings(quick, methods)) if variants else ())
+        settings = [cell.setting for cell in self._main(quick, ())] if where else []
+        for axis, values in where.items():
+            there = {_text(setting[axis]) for setting in settings if axis in setting}
+            if not there:
+                raise unknown(f"setting of {self.id}", axis, {name for setting in settings for name in setting})
+            for value in values:
+                if value not in there:
+                    raise unknown(f"{axis} of {self.id}", value, there)
 
     def _main(self, quick: bool, methods: Sequence[str]) -> Iterator[StudyCell]:
         for method, setting, published in self._published():
@@ -82,9 +99,8 @@ class Study:
     def _other_readings(self, quick: bool, methods: Sequence[str]) -> Iterator[StudyCell]:
         """Cells of other readings, less those that a reading leaves as they are: the same run is no second opinion."""
         for name, reading in self.recipe.variants.items():
-            where: Mapping[str, Sequence[str]] = reading.get("where", {})
             for main in self._main(quick, methods):
-                if all(_text(main.setting[axis]) in values for axis, values in where.items()):
+                if _is_at(main.setting, reading.get("where", {})):
                     other = self._cell(main.method, main.setting, main.published, name, quick)
                     if other.config != main.config:
                         yield other
@@ -167,6 +183,11 @@ def all_studies() -> list[Study]:
 def _full_name(expression: str) -> str:
     """A method by the name it has in results, in which every spelling of it is the same."""
     return full_name(expression)
+
+
+def _is_at(setting: Mapping[str, Any], where: Mapping[str, Collection[str]]) -> bool:
+    """Whether every axis that is named has one of the values that are named with it."""
+    return all(axis in setting and _text(setting[axis]) in values for axis, values in where.items())
 
 
 def _text(value: Any) -> str:
