@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -117,10 +117,10 @@ def test_what_cannot_be_a_program_is_stacked_step_by_step(
 def test_a_stack_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     real = JobProgram.begin
 
-    def begin(self: JobProgram, starts: Sequence[Tree]) -> None:
+    def begin(self: JobProgram, starts: Sequence[Tree]) -> Tree:
         if len(starts) > 2:
             raise torch.OutOfMemoryError("too many")
-        real(self, starts)
+        return real(self, starts)
 
     monkeypatch.setattr(JobProgram, "begin", begin)
     tree, _ = played(plan("fedavg", EQUAL), SequentialEngine(plan("fedavg", EQUAL)))
@@ -130,9 +130,37 @@ def test_a_stack_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) ->
     assert gap(tree, other) < 1e-10
 
 
+def test_a_stack_is_begun_before_anybody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, _ = played(plan("fedavg", UNEQUAL), SequentialEngine(plan("fedavg", UNEQUAL)))
+    monkeypatch.setattr("fednorm.engines.stack.stacked.WORTH", 3)
+    made = plan("fedavg", UNEQUAL)
+    server = ArrivalServer(made, made.federation.training_clients, strategies.parse("fedbuff(b=2)"))
+    clock = Simulation(server, made, StackedEngine([made], stays=False), Store(), shifted(), concurrency=9)
+    early = 0
+    while not server.finished:
+        list(clock.advance())
+        early += bool(clock._asked)
+    assert early
+    assert gap(tree, server.tree) < 1e-10
+
+
+@pytest.mark.parametrize("engine", [StackedEngine, lambda runs: SequentialEngine(runs[0])], ids=["stacked", "plain"])
+def test_a_client_of_a_stack_that_cannot_be_used_is_named(engine: Callable[[Sequence[Plan]], Engine]) -> None:
+    made = plan("fedavg", EQUAL)
+    (bad,) = made.federation.clients[3:4]
+    made.federation.x[bad] = torch.nan
+    server = ArrivalServer(made, made.federation.training_clients, strategies.parse("fedbuff(b=2)"))
+    clock = Simulation(server, made, engine([made]), Store(), shifted(), concurrency=9)
+    came = [arrival for _ in range(12) for arrival in clock.advance()]
+    assert {arrival.client for arrival in came if arrival.refused} == {3}
+    assert {arrival.refused for arrival in came} == {"", "'0.weight' is not finite"}
+
+
+@pytest.mark.parametrize("worth", [3, 100])
 @pytest.mark.parametrize("method", ["fedbn+local-momentum", "tracker"])
-def test_a_restart_at_any_event_changes_no_bit(method: str) -> None:
+def test_a_restart_at_any_event_changes_no_bit(method: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates that left a stack and have not arrived are kept: who is trained along may change their bits."""
+    monkeypatch.setattr("fednorm.engines.stack.stacked.WORTH", worth)
 
     def made(store: Store) -> Simulation:
         sites = plan(method, UNEQUAL)

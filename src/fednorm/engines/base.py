@@ -113,6 +113,14 @@ class Engine(Protocol):
         """Whether what a client brings has the same bits whoever is trained along."""
         ...
 
+    @property
+    def ahead(self) -> int:
+        """Jobs that are worth being given to `train` before anybody waits for them, since it works on after it returns.
+
+        0 where it works when outcomes are asked for.
+        """
+        ...
+
     def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
         """Where a run's server state lies from now on."""
         ...
@@ -142,6 +150,7 @@ class PlainEngine:
     fell_back: str = ""
     processes: int = 1
     independent: bool = True
+    ahead: int = 0
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False

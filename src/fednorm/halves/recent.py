@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from fednorm.core.reductions import wide
 from fednorm.core.state import Entry, Tree
 from fednorm.halves.norm_bound import Length, Moved, groups, length_of, too_far
-from fednorm.halves.stacks import all_norms
+from fednorm.halves.stacks import all_norms, norms_of
 
 REMEMBERED = 64
 """Updates by which the next are measured."""
@@ -54,15 +55,30 @@ class Recent:
 
 def moved_by(trees: Sequence[Tree], bases: Sequence[Tree], entries: Mapping[str, Entry]) -> list[Moved]:
     """How far each tree is from the one its client was sent; one question to the device for all."""
-    by_group = groups(entries)
-    keys = [key for group in by_group for key in group]
+    keys = [key for group in groups(entries) for key in group]
     if not keys or not trees:
         return [Moved(Length(0.0, 0.0)) for _ in trees]
     norms = [
         wide(all_norms(torch._foreach_sub([tree[key] for key in keys], [base[key] for key in keys])))  # pyright: ignore
         for tree, base in zip(trees, bases, strict=True)
     ]
-    told = cast(list[list[float]], torch.stack(norms).tolist())  # pyright: ignore[reportUnknownMemberType]
+    return _all_moved(torch.stack(norms), keys, entries)
+
+
+def moved_in_stack(ended: Tree, begun: Tree, entries: Mapping[str, Entry]) -> list[Moved]:
+    """The same of clients whose trees are stacks, and so are those that they began with."""
+    keys = [key for group in groups(entries) for key in group]
+    if not keys:
+        return [Moved(Length(0.0, 0.0)) for _ in next(iter(ended.values()))]
+    moves = torch._foreach_sub([ended[key] for key in keys], [begun[key] for key in keys])  # pyright: ignore
+    norms = [wide(norms_of(each.reshape(len(each), -1))) for each in moves]
+    return _all_moved(torch.stack(norms, 1), keys, entries)
+
+
+def _all_moved(norms: Tensor, keys: Sequence[str], entries: Mapping[str, Entry]) -> list[Moved]:
+    """By the norms of how far each client (row) moved each entry (column)."""
+    told = cast(list[list[float]], norms.tolist())  # pyright: ignore[reportUnknownMemberType]
+    by_group = groups(entries)
     return [_moved(dict(zip(keys, each, strict=True)), by_group) for each in told]
 
 

@@ -18,11 +18,14 @@ JOINED_SIZE = 1 << 14
 
 
 class Stacks:
-    """Entries of some clients' trees, each with a leading axis over them, ascending by id; small ones are kept."""
+    """Entries of some clients' trees, each with a leading axis over them, ascending by id; small ones are kept.
 
-    def __init__(self, trees: Sequence[Tree]) -> None:
+    `whole` has those that the trees were parts of from the beginning.
+    """
+
+    def __init__(self, trees: Sequence[Tree], whole: Tree | None = None) -> None:
         self.trees = trees
-        self._kept: Tree = {}
+        self._kept: Tree = dict(whole or {})
         self._lengths: dict[tuple[str, ...], Tensor] = {}
 
     def __getitem__(self, key: str) -> Tensor:

@@ -49,12 +49,24 @@ class Job:
         return self.first_batch + sum(self.steps[:number])
 
 
+@dataclass(frozen=True, eq=False)
+class Together:
+    """Clients that were trained as one stack, which is sooner looked at as a whole."""
+
+    clients: Sequence[int]
+    begun: Tree
+    """states with a row for each"""
+    ended: Tree
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a client hands over (the update) and what it keeps."""
 
     update: Update
     kept: Tree
+    together: Together | None = None
+    """what both are rows of"""
 
 
 @dataclass
@@ -197,9 +209,12 @@ def outcome(
     end: Tree,
     losses: Sequence[float],
     probed: Tree | None,
+    together: Together | None = None,
 ) -> Outcome:
     """What a client hands over after its work, and what it keeps; `probed` is None where nobody looks."""
     facts = sites.prepared.facts
+    if any(each.rule.closings for each in phase.passes):
+        together = None  # a closing may change what its client ends with
     for each, steps in zip(phase.passes, job.steps, strict=True):
         for closing in each.rule.closings:
             end = {**end, **closing(end, job.start, {**numbers, "steps": float(steps)}, facts)}
@@ -212,7 +227,7 @@ def outcome(
     )
     parts = phase.split(end)
     seen = {} if probed is None else told(sites.probes, probed, end, job.start, facts)
-    return Outcome(Update(report, parts.shared, parts.reported, seen), parts.kept)
+    return Outcome(Update(report, parts.shared, parts.reported, seen), parts.kept, together)
 
 
 def _bunches(jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:

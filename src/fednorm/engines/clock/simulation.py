@@ -9,7 +9,10 @@ who is trained along.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from fednorm.core.phases import PhaseId
@@ -19,18 +22,30 @@ from fednorm.engines.clock.queue import Queue, UnderWay
 from fednorm.engines.clock.schedule import Schedule
 from fednorm.engines.clock.trained import Trained, restored, stored
 from fednorm.engines.receiving import flaws_of_outcomes, received
-from fednorm.engines.tolerance import one_by_one
+from fednorm.engines.tolerance import Failure, one_by_one
 from fednorm.errors import ConfigError
 from fednorm.halves.arrivals import ArrivalServer
 from fednorm.halves.exchange import drawn_client, drawn_cohort
 from fednorm.halves.landing import Arrival, Flight, Landing
-from fednorm.halves.recent import moved_by
+from fednorm.halves.norm_bound import Moved
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.recent import moved_by, moved_in_stack
 from fednorm.halves.site import Sites, state_after
 from fednorm.halves.stacks import Stacks
-from fednorm.halves.training import Job
+from fednorm.halves.training import Job, Outcome, Together
 
 _WAVES = 4
 """Jobs for each process at a time where clients are not stacked, so that few wait for the slowest."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Jobs of different clients whose training was asked for, by client."""
+
+    phase: PreparedPhase
+    under_way: Mapping[int, UnderWay]
+    jobs: Mapping[int, Job]
+    trained: Iterator[Outcome | Failure]
 
 
 class Simulation:
@@ -59,6 +74,8 @@ class Simulation:
         self._alone = "client_state" in sites.method.needs
         self._queue = Queue()
         self._trained: dict[int, Trained] = {}
+        self._asked: list[Asked] = []
+        """whose outcomes nobody looked at yet"""
 
     def advance(self) -> Iterator[Arrival]:
         """Send the model to idle clients, then take what arrives at the next instant, update by update.
@@ -69,9 +86,13 @@ class Simulation:
             return
         if not self._queue or self._queue.first > self.time:
             self._dispatch()
+        self._ask_early()
         due = self._queue.due()
-        if any(each.flight.number not in self._trained for each in due):
-            self._train_ahead(due)
+        numbers = {each.flight.number for each in due}
+        if numbers & self._untrained:
+            self._ask_for(due)
+        while not self._trained.keys() >= numbers:
+            self._receive(self._asked.pop(0))
         self.time = self._queue.first
         landings = self.server.land([self._trained[each.flight.number].landing for each in due])
         for each, arrival in zip(due, landings, strict=False):
@@ -118,28 +139,53 @@ class Simulation:
 
     # -- train --
 
-    def _train_ahead(self, due: Sequence[UnderWay]) -> None:
+    @property
+    def _untrained(self) -> set[int]:
+        """Jobs under way whose training nobody asked for."""
+        asked = {each.flight.number for some in self._asked for each in some.under_way.values()}
+        return {each.flight.number for each in self._queue.begun()} - self._trained.keys() - asked
+
+    def _ask_early(self) -> None:
+        """Let an engine that works on meanwhile begin what is enough for it."""
+        enough = self.engine.ahead
+        if not enough or self.server.strategy.barrier or len(self._queue) - len(self._trained) < enough:
+            return
+        coming = self._waiting(self._needed())
+        if len(coming) >= enough:
+            self._ask(coming[:enough])
+
+    def _ask_for(self, due: Sequence[UnderWay]) -> None:
         """Train those that are under way and were not yet, but those that cannot come before the run is over."""
-        coming = self._queue.coming()[: max(len(due), self._needed())]
-        untrained = [each for each in coming if each.flight.number not in self._trained]
+        untrained = self._waiting(max(len(due), self._needed()))
         if not self.server.strategy.barrier:
             least = sum(each.arrives == due[0].arrives for each in untrained)
             untrained = untrained[: max(least, self._enough(len(untrained)))]
-        groups: dict[tuple[PhaseId, tuple[tuple[str, float], ...]], list[list[UnderWay]]] = {}
-        for each in sorted(untrained, key=lambda each: each.flight.number):
+        self._ask(untrained)
+
+    def _waiting(self, most: int) -> list[UnderWay]:
+        """Of so many that arrive next, those whose training nobody asked for."""
+        untrained = self._untrained
+        return [each for each in self._queue.coming()[:most] if each.flight.number in untrained]
+
+    def _ask(self, some: Sequence[UnderWay]) -> None:
+        groups: dict[tuple[PhaseId, tuple[tuple[str, float], ...]], list[dict[int, UnderWay]]] = {}
+        for each in sorted(some, key=lambda each: each.flight.number):
             alike = (each.flight.phase, tuple(sorted(self.server.numbers(each.flight).items())))
             rows = groups.setdefault(alike, [])
             client = each.flight.client
             # An engine tells outcomes apart by their clients, and one may have two jobs.
-            free = (row for row in rows if all(other.flight.client != client for other in row))
-            row = next(free, None)
+            row = next((row for row in rows if client not in row), None)
             if row is None:
-                rows.append([each])
+                rows.append({client: each})
             else:
-                row.append(each)
+                row[client] = each
         for (id, numbers), rows in groups.items():
+            phase = self.sites.phase(id)
             for row in rows:
-                self._train_some(id, dict(numbers), row)
+                row = dict(sorted(row.items()))  # as outcomes are looked at, which may be rows of a stack
+                jobs = self._jobs(phase, row)
+                trained = self._train(phase, dict(numbers), list(jobs.values()), False)
+                self._asked.append(Asked(phase, row, jobs, trained))
 
     def _enough(self, count: int) -> int:
         """How many of some to train at a time: more than an engine gains by would only lie in memory."""
@@ -152,36 +198,46 @@ class Simulation:
             return len(self._queue)
         return (server.agreed.work.rounds - server.version) * server.strategy.buffer - len(server.buffer)
 
-    def _train_some(self, id: PhaseId, numbers: Mapping[str, float], some: Sequence[UnderWay]) -> None:
-        """Train jobs of different clients, and find out what is wrong with what they bring."""
-        server, phase = self.server, self.sites.phase(id)
-        of_client = {each.flight.client: each for each in some}
-        jobs = {client: self._job(each) for client, each in of_client.items()}
-        came, missing = received(self._train(phase, numbers, list(jobs.values()), False), list(jobs.values()))
-        clients = [outcome.update.client for outcome in came]
-        bases = [server.base(of_client[client].flight.version) for client in clients]
-        stacks = Stacks([outcome.update.shared for outcome in came])
-        why = flaws_of_outcomes(self.sites, phase, bases, came, [jobs[client] for client in clients], stacks)
-        sound = [index for index, client in enumerate(clients) if client not in why]
-        entries = {key: phase.schema[key][0] for key in phase.shared}
-        trees = [came[index].update.shared for index in sound]
-        moved = moved_by(trees, [bases[index] for index in sound], entries) if server.norm_factor else []
-        far = dict(zip((clients[index] for index in sound), moved, strict=False))
-        for outcome in came:
-            client = outcome.update.client
-            flight = of_client[client].flight
-            landing = Landing(flight.number, outcome.update, why.get(client, ""), far.get(client), looked=True)
-            self._trained[flight.number] = Trained(landing, outcome.kept, jobs[client].num_steps)
+    def _receive(self, asked: Asked) -> None:
+        """Take what training brings, and find out what is wrong with it."""
+        jobs = asked.jobs
+        came, missing = received(asked.trained, list(jobs.values()))
+        for stack, some in _by_stack(came):
+            self._look_at(asked, some, stack)
         for client, reason in missing.items():
-            number = of_client[client].flight.number
+            number = asked.under_way[client].flight.number
             self._trained[number] = Trained(Landing(number, None, reason, looked=True), {}, 0)
 
-    def _job(self, each: UnderWay) -> Job:
-        flight, sites = each.flight, self.sites
-        phase = sites.phase(flight.phase)
-        own = self.states.get_many([flight.client])[flight.client].tree
-        start = phase.start(self.server.base(flight.version), own, sites.device)
-        return sites.job(phase, flight.client, start, each.used)
+    def _look_at(self, asked: Asked, came: Sequence[Outcome], stack: Together | None) -> None:
+        """Find out what is wrong with outcomes, of one stack or of none."""
+        server, phase = self.server, asked.phase
+        clients = [outcome.update.client for outcome in came]
+        jobs = [asked.jobs[client] for client in clients]
+        flights = [asked.under_way[client].flight for client in clients]
+        bases = [server.base(flight.version) for flight in flights]
+        trees = [outcome.update.shared for outcome in came]
+        stacks = Stacks(trees, stack and {key: stack.ended[key] for key in phase.shared})
+        why = flaws_of_outcomes(self.sites, phase, bases, came, jobs, stacks)
+        entries = {key: phase.schema[key][0] for key in phase.shared}
+        moved: Sequence[Moved | None] = [None] * len(came)
+        if server.norm_factor:
+            moved = moved_in_stack(stack.ended, stack.begun, entries) if stack else moved_by(trees, bases, entries)
+        for outcome, job, flight, far in zip(came, jobs, flights, moved, strict=True):
+            flaw = why.get(job.client, "")
+            landing = Landing(flight.number, outcome.update, flaw, None if flaw else far, looked=True)
+            self._trained[flight.number] = Trained(landing, outcome.kept, job.num_steps)
+
+    def _jobs(self, phase: PreparedPhase, under_way: Mapping[int, UnderWay]) -> dict[int, Job]:
+        """What clients are to do, by client; those that began at the same version are sent the same."""
+        sites, own = self.sites, self.states.get_many(list(under_way))
+        versions: dict[int, list[int]] = defaultdict(list)
+        for client, each in under_way.items():
+            versions[each.flight.version].append(client)
+        starts: dict[int, Tree] = {}
+        for version, some in versions.items():
+            trees = [own[client].tree for client in some]
+            starts |= zip(some, phase.starts(self.server.base(version), trees, sites.device), strict=True)
+        return {client: sites.job(phase, client, starts[client], each.used) for client, each in under_way.items()}
 
     def _keep(self, each: UnderWay, trained: Trained) -> None:
         """Let what a client did count."""
@@ -203,6 +259,8 @@ class Simulation:
         if over:
             facts |= {"flights": [], "buffer": [], "under_way": []}
             return facts, {name: trees[name] for name in ("model", "memory")}
+        while self._asked:
+            self._receive(self._asked.pop(0))
         facts["under_way"] = [[each.flight.number, each.arrives, each.free, each.used] for each in self._queue.begun()]
         if not self.engine.independent:
             facts["trained"], more = stored(self._trained)
@@ -218,6 +276,14 @@ class Simulation:
             for number, arrives, free, used in facts["under_way"]
         )
         self._trained = restored(facts.get("trained", []), trees)
+
+
+def _by_stack(outcomes: Sequence[Outcome]) -> Iterator[tuple[Together | None, Sequence[Outcome]]]:
+    """Outcomes with the stack whose rows they are, all of them; others with none."""
+    for stack, each in groupby(outcomes, lambda outcome: outcome.together):
+        some = list(each)
+        whole = stack is not None and [outcome.update.client for outcome in some] == stack.clients
+        yield (stack if whole else None), some
 
 
 def _few_sizes(count: int) -> int:

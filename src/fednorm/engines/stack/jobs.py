@@ -1,13 +1,15 @@
 """Jobs whose clients begin at states of their own, as on a clock: stacks of few sizes, each of them a program.
 
 Which clients are trained together changes from one time to the next, and a program is made for one number of clients.
-So some jobs are cut into parts whose numbers are powers of 2, and a few programs do for all of them.
+So some jobs are cut into parts whose numbers are powers of 2, and a few programs do for all of them. On a GPU they are
+played on a stream of their own: who asked goes on, and what it asks the GPU for meanwhile does not wait for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +17,12 @@ from torch import Tensor
 
 from fednorm.core.probe import Probe
 from fednorm.core.state import Tree
-from fednorm.engines.base import pick, stack_trees
+from fednorm.engines.base import stack_trees
 from fednorm.engines.stack.attributes import ChangesItself
 from fednorm.engines.stack.device_stack import DEVICES
 from fednorm.engines.stack.kernels.layers import filters_lie_channels_last
 from fednorm.engines.stack.kernels.tiles import power_of_2
+from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.messages import Drawn
 from fednorm.engines.stack.phase_program import NotAProgram
 from fednorm.engines.stack.program import Moves
@@ -31,10 +34,12 @@ from fednorm.engines.tolerance import Train
 from fednorm.errors import FednormError
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.site import Sites
-from fednorm.halves.training import Job, Outcome, outcome
+from fednorm.halves.training import Job, Outcome, Together, outcome
 
 MOST = 64
 """Clients of a stack; more at once are hardly quicker."""
+WORTH = 16
+"""Clients of a stack that is worth being begun while others wait to be merged; fewer are slower each."""
 
 
 class JobProgram(RaggedProgram):
@@ -65,8 +70,8 @@ class JobProgram(RaggedProgram):
         """Nobody knows how often this many come, so torch's compiler, which takes a minute, is not asked."""
         return 0
 
-    def begin(self, starts: Sequence[Tree]) -> None:
-        """Write what clients begin with over what others ended with."""
+    def begin(self, starts: Sequence[Tree]) -> Tree:
+        """Write what clients begin with over what others ended with; it is returned as a stack."""
         stack = stack_trees(starts)
         for part, layout in self._stacks.items():
             for name, flat in layout.pack({key: stack[key] for key in layout.shapes}).items():
@@ -74,6 +79,7 @@ class JobProgram(RaggedProgram):
         for name, flat in unnamed("anchor", self._own).items():
             flat.copy_(self._own[f"params:{name}"])
         self._own["step"].zero_()
+        return stack
 
     def _play(self) -> None:
         for launch in self.launches:
@@ -93,6 +99,24 @@ class JobProgram(RaggedProgram):
         return {"step": state["step"] + self.rows, "losses": losses, **new}, {}
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A stack under way."""
+
+    jobs: Sequence[Job]
+    states: Together
+    losses: LogCopy
+    """(step, job); it is there when all is"""
+
+    def trained(self) -> Iterator[tuple[Job, Tree, list[float]]]:
+        """Each job with its end and its losses, waited for."""
+        losses: list[list[float]] = self.losses.read().T.tolist()
+        ended = self.states.ended
+        rows = zip(*(value.unbind() for value in ended.values()), strict=True)
+        for job, row, own in zip(self.jobs, rows, losses, strict=True):
+            yield job, dict(zip(ended, row, strict=True)), own[: job.num_steps]
+
+
 class JobStacks:
     """Trains clients of one run in stacks that are programs, where a phase can be one."""
 
@@ -103,24 +127,28 @@ class JobStacks:
         self._refused = set[Any]()
         """phases that could not be made a program"""
         self._programs: dict[Any, JobProgram] = {}
+        self._stream = torch.cuda.Stream(sites.device) if sites.device.type == "cuda" else None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether programs are for such a device and such data at all."""
+        return self.sites.device.type in DEVICES and self.sites.batches.pool.live is None
 
     def can_train(self, phase: PreparedPhase) -> bool:
         """Whether a phase's work may be a program: one pass of steps that each client takes for itself."""
-        here = self.sites.device.type in DEVICES and self.sites.batches.pool.live is None
-        return here and len(phase.passes) == 1 and not phase.phase.lockstep and phase.id not in self._refused
+        own = len(phase.passes) == 1 and not phase.phase.lockstep
+        return self.on_device and own and phase.id not in self._refused
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], otherwise: Train
     ) -> Iterator[Outcome]:
-        """The outcomes of clients' work; what cannot be a program is trained otherwise."""
+        """The outcomes of clients' work, which is under way when this returns; what cannot be a program is not."""
+        begun: list[Begun] = []
         waiting = list(jobs)
-        while waiting:
-            if not self.can_train(phase):
-                yield from otherwise(phase, numbers, waiting, False)
-                return
+        while waiting and self.can_train(phase):
             part = waiting[: min(self._most, power_of_2(len(waiting) + 1) // 2)]
             try:
-                done = self._train_stack(phase, numbers, part)
+                begun.append(self._begin(phase, numbers, part))
             except FednormError:
                 raise
             except Exception as error:  # of tracing, compiling, capturing or the model, which then comes again
@@ -128,7 +156,34 @@ class JobStacks:
                 continue
             self._ways.works(phase)
             waiting = waiting[len(part) :]
-            yield from done
+        return self._outcomes(phase, numbers, begun, waiting, otherwise)
+
+    def _outcomes(
+        self,
+        phase: PreparedPhase,
+        numbers: Mapping[str, float],
+        begun: Sequence[Begun],
+        waiting: Sequence[Job],
+        otherwise: Train,
+    ) -> Iterator[Outcome]:
+        for stack in begun:
+            for job, end, losses in stack.trained():
+                yield outcome(self.sites, phase, numbers, job, end, losses, None, stack.states)
+        if waiting:
+            yield from otherwise(phase, numbers, waiting, False)
+
+    @contextmanager
+    def _aside(self) -> Generator[None]:
+        """Work that begins behind all that was asked for, and that nothing asked for later waits for.
+
+        So memory that it takes may have been given back by anybody before.
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _give_up(self, phase: PreparedPhase, error: Exception, count: int) -> None:
         """Try fewer clients, or the next way; where there is neither, leave the phase to others."""
@@ -141,23 +196,20 @@ class JobStacks:
         if isinstance(error, NotAProgram | ChangesItself) or not self._ways.next(phase, error):
             self._refused.add(phase.id)
 
-    def _train_stack(self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job]) -> list[Outcome]:
+    def _begin(self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job]) -> Begun:
         batches = self.sites.batches
         steps = power_of_2(max(job.num_steps for job in jobs))
         table = Table.of(batches, [(job.client, job.first_batch, job.num_steps) for job in jobs], steps)
-        program = self._program(phase, numbers, len(jobs), steps, table.rows.shape[-1])
-        program.launches = [_in_order(launch, len(jobs)) for launch in table.launches()]
-        drawn: Drawn = (table.rows, table.keys, table.draws)
-        program.send(program.flat({**_message(numbers, drawn), **table.message(program.launches)})[0])
-        program.begin([job.start for job in jobs])
-        program.play()
-        # Apart from where the next ones begin.
-        ends = {key: value.clone(memory_format=torch.contiguous_format) for key, value in program.ends.items()}
-        rows = [pick(ends, row) for row in range(len(jobs))]
-        ended = zip(jobs, rows, program.losses.T.tolist(), strict=True)
-        return [
-            outcome(self.sites, phase, numbers, job, end, losses[: job.num_steps], None) for job, end, losses in ended
-        ]
+        with self._aside():
+            program = self._program(phase, numbers, len(jobs), steps, table.rows.shape[-1])
+            program.launches = [_in_order(launch, len(jobs)) for launch in table.launches()]
+            drawn: Drawn = (table.rows, table.keys, table.draws)
+            program.send(program.flat({**_message(numbers, drawn), **table.message(program.launches)})[0])
+            starts = program.begin([job.start for job in jobs])
+            program.play()
+            # Apart from where the next ones begin.
+            ends = {key: value.clone(memory_format=torch.contiguous_format) for key, value in program.ends.items()}
+            return Begun(jobs, Together([job.client for job in jobs], starts, ends), LogCopy(program.losses))
 
     def _program(
         self, phase: PreparedPhase, numbers: Mapping[str, float], clients: int, steps: int, size: int

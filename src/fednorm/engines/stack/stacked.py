@@ -31,7 +31,7 @@ from fednorm.engines.machine import narrow_type
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.stack.attributes import ChangesItself, unchanged
 from fednorm.engines.stack.device_stack import DEVICES, DeviceStack
-from fednorm.engines.stack.jobs import JobStacks
+from fednorm.engines.stack.jobs import WORTH, JobStacks
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.ops import HAS_TRITON
 from fednorm.engines.stack.kernels.swapped import restore
@@ -80,6 +80,10 @@ class StackedEngine:
     def fell_back(self) -> str:
         """Why the model could not be mapped over clients, so that they train one after the other."""
         return next((trainer.fell_back for trainer in self._trainers.values() if trainer.fell_back), "")
+
+    @property
+    def ahead(self) -> int:
+        return WORTH if self._jobs.on_device else 0
 
     @cached_property
     def _stack(self) -> DeviceStack | None:
