@@ -58,13 +58,14 @@ class Candidate:
 
 
 WEIGHT_TILES = (  # terms, outs, warps, stages
-    (128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 4),
-    (128, 256, 8, 3),
+    (128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (64, 128, 4, 4),
+    (64, 64, 4, 5), (128, 256, 8, 3),
 )  # fmt: skip
 CONV_TILES = (  # pixels, outs, warps, stages
     (256, 64, 8, 3), (256, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 4), (256, 128, 8, 3), (128, 64, 4, 4),
     (128, 256, 8, 3),
 )  # fmt: skip
+CONVS = ("conv", "conv_moments", "conv_input_grad", "conv_weight_grad_parts")
 LINEAR_TILES = ((16, 64, 4), (32, 64, 16), (16, 32, 4), (16, 128, 16), (32, 32, 8))  # outs, ins, warps
 NORM_CUTS = (
     ("_MOST_TILES", 1), ("_ENOUGH", 264), ("_ENOUGH", 1056), ("_ELEMENTS", 4096), ("_ELEMENTS", 16384),
@@ -93,12 +94,13 @@ def _conv(pixels: int, outs: int, warps: int, stages: int) -> Candidate:
 
 def _candidates() -> dict[str, Candidate]:
     """By name; some do not fit some layers, which is then left out."""
-    from fednorm.engines.stack.kernels import norm, sgd
+    from fednorm.engines.stack.kernels import boxes, norm, sgd
 
     def named(what: str, tile: Sequence[int]) -> str:
         return f"{what} {tile[0]}x{tile[1]}, {tile[2]} warps" + (f", {tile[3]} stages" if len(tile) > 3 else "")
 
-    found = {named("weight", tile): _weight(*tile) for tile in WEIGHT_TILES}
+    found = {"no boxes": Candidate(CONVS, ((boxes.__name__, "_fetches", lambda: False),))}
+    found |= {named("weight", tile): _weight(*tile) for tile in WEIGHT_TILES}
     found |= {named("conv", tile): _conv(*tile) for tile in CONV_TILES}
     for name, value in NORM_CUTS:
         found[f"norm {name} {value}"] = Candidate(("norm", "norm_grad"), ((norm.__name__, name, value),))

@@ -7,6 +7,9 @@ bfloat16; of those torch is given the same rounded numbers, and calculates with 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,7 +21,7 @@ from fednorm.core import rng
 from fednorm.core.optimizers import AdamUpdate
 from fednorm.data.augment import apply, draws, parse, sizes
 from fednorm.engines.stack.gather import _CODES
-from fednorm.engines.stack.kernels import conv, depth_ops, depthwise, elements, group_norm, norm, ops
+from fednorm.engines.stack.kernels import boxes, conv, depth_ops, depthwise, elements, group_norm, norm, ops
 from fednorm.engines.stack.kernels.adam import run_adam
 from fednorm.engines.stack.kernels.entropy import run_entropy
 from fednorm.engines.stack.kernels.images import take_images
@@ -28,6 +31,7 @@ from fednorm.engines.stack.kernels.standard import run_standardise
 from fednorm.engines.stack.kernels.tiles import DEPTH_PIXELS, conv_tile
 from fednorm.layers.ws_conv import Standard
 
+real_fetches = boxes._fetches
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -82,6 +86,46 @@ def check_conv(
     assert found.shape[1] == 1 or height * width > 64
     close(channels_second(found.sum(1)), dw)
     return got, parts
+
+
+def check_boxes(ins: int, outs: int, padding: int, kernel: int, size: tuple[int, int]) -> None:
+    """Convolutions whose pixels are fetched as boxes; on a GPU that has no such unit they are those of all others."""
+    images = 11  # no whole number of tiles
+    given, x = draw(torch.bfloat16, 2, images, ins, *size)
+    filters, w = rounded(0.1 * torch.randn(2, outs, ins, kernel, kernel, device=DEVICE), torch.bfloat16)
+    y = torch.stack([functional.conv2d(a, b, None, 1, padding) for a, b in zip(x, w, strict=True)])
+    (away, dy), (addend, extra) = draw(torch.bfloat16, *y.shape), draw(torch.bfloat16, *x.shape)
+    shape, narrow = conv.Shape(1, padding, padding, kernel, kernel), channels_last(filters).bfloat16()
+    with patch.object(boxes, "_fetches", lambda: ops.INTERPRETED or real_fetches()), counted() as fetched:
+        got, parts = conv.run_conv(channels_last(given), narrow, (y.shape[3], y.shape[4]), shape, moments=True)
+        back, _ = conv.run_conv(channels_last(away), narrow, size, shape, backward=True, addend=channels_last(addend))
+        found = conv.run_weight_grad(channels_last(given), channels_last(away), shape)
+    # A gradient of 10 by 10 pixels is none of boxes.
+    assert not ops.INTERPRETED or len(fetched) == (3 if size[1] in (4, 8, 16) else 2)
+    close(channels_second(got), y)
+    each = list(zip(x, w, dy, strict=True))
+    dx = torch.stack([grad.conv2d_input(a.shape, b, c, 1, padding) for a, b, c in each])
+    close(channels_second(back), dx + extra)
+    dw = torch.stack([grad.conv2d_weight(a, b.shape, c, 1, padding) for a, b, c in each])
+    close(channels_second(found.sum(1)), dw)
+    check_norm(got, (parts, conv_tile(ins, outs, kernel**2, images * y[0, 0, 0].numel(), 2, False).pixels), True)
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Which launches of boxes there are."""
+    found: list[str] = []
+    names = "run_box_conv", "run_box_weight_grad"
+    with ExitStack() as patches:
+        for name in names:
+            real = getattr(boxes, name)
+
+            def told(*args: Any, real: Any = real, name: str = name, **named: Any) -> None:
+                found.append(name)
+                real(*args, **named)
+
+            patches.enter_context(patch.object(conv, name, told))
+        yield found
 
 
 def check_parts_are_foreseen() -> None:
@@ -509,6 +553,8 @@ def main() -> None:
     for case in ((5, 3, 3), (16, 16, 3), (3, 40, 1)):
         for standard in (Standard(1.0, 3.0, 0.0, 1e-5), Standard(1.7, 1.0, 1e-2, 0.0)):
             check_standardise(*case, standard)
+    for case in ((64, 64, 1, 3, (8, 8)), (64, 40, 0, 3, (10, 10)), (128, 64, 2, 5, (4, 4)), (64, 16, 1, 3, (4, 16))):
+        check_boxes(*case)
     check_parts_are_foreseen()
     if DEVICE == "cpu":
         check_far_apart()

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fednorm.engines.stack.kernels.boxes import box_of, boxes_fit, run_box_conv, run_box_weight_grad
 from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.pointwise import finish, precision, run_point, run_point_weight_grad
 from fednorm.engines.stack.kernels.tiles import conv_tile, weight_cut
@@ -209,6 +210,13 @@ def run_conv(
     if shape.is_pointwise:
         run_point(x, w, y, parts, tile, backward=backward, bias=bias, addend=addend, relu=relu)
         return y, parts
+    box = None if ins % tile.terms else box_of(tile.pixels, *size)
+    if box and boxes_fit(shape.stride, x, w):
+        padding = shape.pad_h, shape.pad_w
+        run_box_conv(
+            x, w, y, parts, tile, box, padding, backward=backward, bias=bias, addend=addend, relu=relu
+        )  # fmt: skip
+        return y, parts
     _conv_kernel[(tiles, clients, triton.cdiv(outs, tile.outs))](
         x, w, w if bias is None else bias, y if addend is None else addend, y, parts,
         w.stride(0), 0 if bias is None else bias.stride(0), batch, height, width, *size, tiles,
@@ -230,6 +238,10 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     parts = torch.empty(clients, cut.parts, outs, *size, dtype=torch.float32, device=x.device)
     if shape.is_pointwise:
         run_point_weight_grad(x, dy, parts, tile, cut)
+        return parts
+    box = None if ins % tile.terms else box_of(tile.pixels, out_height, out_width)
+    if box and boxes_fit(shape.stride, x, dy):
+        run_box_weight_grad(x, dy, parts, tile, cut, box, (shape.pad_h, shape.pad_w))
         return parts
     _weight_kernel[(cut.parts, clients, cut.blocks)](
         x, dy, parts, batch, height, width, out_height, out_width,

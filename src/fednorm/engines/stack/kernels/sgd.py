@@ -74,17 +74,14 @@ def _sgd_linear_kernel(
     MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, INS: tl.constexpr,
     OUTS: tl.constexpr,
 ):  # fmt: skip
-    """The same of weights (out, in), whose gradient is dy^T x.
-
-    The product lies in the threads as tensor cores leave it, all else as memory is read best. So that the product is
-    what moves from one to the other, once, its numbers stand in a row, and the weights are asked for behind it: the
-    compiler arranges what follows the last read as that is. (It moved the weights, the velocities and all that is
-    written, with four times the barriers.)
-    """
+    """The same of weights (out, in), whose gradient is dy^T x."""
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(ins, INS)
-    first_out, first_in = tl.program_id(0) // blocks * OUTS, tl.program_id(0) % blocks * INS
-    out, taken = first_out + tl.arange(0, OUTS), first_in + tl.arange(0, INS)
+    out = tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
+    taken = tl.program_id(0) % blocks * INS + tl.arange(0, INS)
+    at = out[:, None] * ins + taken[None, :]
+    inside = (out < outs)[:, None] & (taken < ins)[None, :]
+    value, velocity = _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MOMENTUM)
     grad = tl.zeros((OUTS, INS), dtype=tl.float32)
     for turn in tl.static_range(TURNS):
         example = turn * ROWS + tl.arange(0, ROWS)
@@ -92,11 +89,6 @@ def _sgd_linear_kernel(
         dy = tl.load(dy_ptr + (row * rows + example)[:, None] * outs + out[None, :], known & (out < outs)[None, :], 0.0)
         x = tl.load(x_ptr + (row * rows + example)[:, None] * ins + taken[None, :], known & (taken < ins)[None, :], 0.0)
         grad = tl.dot(tl.trans(dy), x, grad, input_precision="ieee")
-    grad = tl.reshape(grad, (OUTS * INS,))
-    lane = tl.arange(0, OUTS * INS)
-    lane_out, lane_in = first_out + lane // INS, first_in + lane % INS
-    at, inside = lane_out * ins + lane_in, (lane_out < outs) & (lane_in < ins)
-    value, velocity = _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MOMENTUM)
     _move(
         value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
         new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,

@@ -1,0 +1,163 @@
+"""Triton kernels for convolutions whose pixels a GPU fetches as boxes (rows of images, by its own unit for that).
+
+They do what those in `conv` do, for steps of 1, channels that fill turns and images as wide as a power of 2. A tile of
+pixels is a box of the output, and what a tap reads is the same box, moved: what lies beyond an image comes as zeros.
+So no thread calculates where anything lies, and filters and pixels go straight to where products are taken.
+"""
+# Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fednorm.engines.stack.kernels.launch import kernel
+from fednorm.engines.stack.kernels.ops import INTERPRETED
+from fednorm.engines.stack.kernels.pointwise import finish
+from fednorm.engines.stack.kernels.tiles import Cut, Tile, power_of_2
+
+_ARCH = 90
+"""The first GPUs that fetch boxes."""
+_BYTES = 16
+"""What begins and steps of a box are multiples of."""
+
+
+class Box(NamedTuple):
+    """A tile of pixels: whole rows, of one image or of whole images."""
+
+    images: int
+    rows: int
+
+
+def box_of(pixels: int, height: int, width: int) -> Box | None:
+    """The box that so many pixels of images are, one after the other; None where they are none.
+
+    >>> box_of(128, 32, 32), box_of(128, 8, 8), box_of(128, 28, 28), box_of(64, 12, 16), box_of(128, 12, 16)
+    (Box(images=1, rows=4), Box(images=2, rows=8), None, Box(images=1, rows=4), None)
+    """
+    if width > pixels or width != power_of_2(width):
+        return None
+    rows = pixels // width
+    if rows < height:
+        return Box(1, rows) if height % rows == 0 else None
+    return Box(rows // height, height) if rows % height == 0 else None
+
+
+def boxes_fit(stride: int, *tensors: Tensor) -> bool:
+    """Whether a convolution with this step, of these tensors with the channel last, can be fetched as boxes."""
+    return stride == 1 and _fetches() and all(map(_is_laid, tensors))
+
+
+def _fetches() -> bool:
+    if INTERPRETED:
+        return False
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= _ARCH
+
+
+def _is_laid(tensor: Tensor) -> bool:
+    """Whether numbers are narrow, and lie as boxes are fetched from."""
+    steps = [each * tensor.itemsize for each in tensor.stride()[:-1]]
+    places = [tensor.data_ptr(), *steps]
+    return tensor.dtype == torch.bfloat16 and tensor.stride(-1) == 1 and all(each % _BYTES == 0 for each in places)
+
+
+def _boxes(tensor: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+
+
+@kernel("total", "tiles")
+def _conv_kernel(
+    x_boxes, w_boxes, bias_ptr, add_ptr, y_ptr, part_ptr, bias_stride, total, tiles,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BACKWARD: tl.constexpr, BIAS: tl.constexpr,
+    ADD: tl.constexpr, RELU: tl.constexpr, MOMENTS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr,
+    TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    """y = conv(x, w), or with BACKWARD the gradient of the input: there x is dy, IN are the filters' outputs."""
+    PIXELS: tl.constexpr = IMAGES * ROWS * WIDTH
+    tile, client = tl.program_id(0), tl.program_id(1)
+    first, out = tile * PIXELS, tl.program_id(2) * BLOCK_OUT
+    image, row = first // (HEIGHT * WIDTH), first % (HEIGHT * WIDTH) // WIDTH
+    acc = tl.zeros((PIXELS, BLOCK_OUT), dtype=tl.float32)
+    for start in range(0, KH * KW * IN, TERMS):
+        tap, channel = start // IN, start % IN
+        down, right = tap // KW - PAD_H, tap % KW - PAD_W
+        if BACKWARD:
+            x = x_boxes.load([client, image, row - down, -right, channel])
+            w = w_boxes.load([client, channel, tap * OUT + out]).reshape(TERMS, BLOCK_OUT)
+        else:
+            x = x_boxes.load([client, image, row + down, right, channel])
+            w = w_boxes.load([client, out, start]).reshape(BLOCK_OUT, TERMS).T
+        acc = tl.dot(x.reshape(PIXELS, TERMS), w, acc)
+    pixel, outs = first + tl.arange(0, PIXELS), out + tl.arange(0, BLOCK_OUT)
+    finish(
+        acc, pixel, tile, outs, client.to(tl.int64), total, tiles, OUT, bias_ptr, bias_stride, add_ptr, y_ptr, part_ptr,
+        BIAS, ADD, RELU, MOMENTS, PIXELS,
+    )  # fmt: skip
+
+
+@kernel("turns")
+def _weight_kernel(
+    x_boxes, dy_boxes, part_ptr, turns,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr,
+    TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    """A share of the pixels' part of the gradient of some channels of a tap: x^T dy."""
+    PIXELS: tl.constexpr = IMAGES * ROWS * WIDTH
+    split, client = tl.program_id(0), tl.program_id(1)
+    out_blocks: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
+    out, block = tl.program_id(2) % out_blocks * BLOCK_OUT, tl.program_id(2) // out_blocks
+    tap, channel = block // (IN // TERMS), block % (IN // TERMS) * TERMS
+    acc = tl.zeros((TERMS, BLOCK_OUT), dtype=tl.float32)
+    for turn in range(turns):
+        first = (split * turns + turn) * PIXELS
+        image, row = first // (HEIGHT * WIDTH), first % (HEIGHT * WIDTH) // WIDTH
+        x = x_boxes.load([client, image, row + tap // KW - PAD_H, tap % KW - PAD_W, channel])
+        dy = dy_boxes.load([client, image, row, 0, out])
+        acc = tl.dot(x.reshape(PIXELS, TERMS).T, dy.reshape(PIXELS, BLOCK_OUT), acc)
+    term, outs = tap * IN + channel + tl.arange(0, TERMS), out + tl.arange(0, BLOCK_OUT)
+    base = (client.to(tl.int64) * tl.num_programs(0) + split) * (OUT * IN * KH * KW)
+    tl.store(part_ptr + base + outs[None, :] * (KH * KW * IN) + term[:, None], acc, mask=(outs < OUT)[None, :])
+
+
+def run_box_conv(
+    x: Tensor, w: Tensor, y: Tensor, parts: Tensor, tile: Tile, box: Box, padding: Sequence[int], *,
+    backward: bool = False, bias: Tensor | None = None, addend: Tensor | None = None, relu: bool = False,
+) -> None:  # fmt: skip
+    """Write y and the moments of its tiles; x and w have the channel last."""
+    clients, filters, kh, kw, inner = w.shape
+    ins, outs = x.shape[-1], y.shape[-1]
+    _, batch, height, width, _ = y.shape
+    total = batch * height * width
+    tiles = triton.cdiv(total, tile.pixels)
+    flat = w.as_strided((clients, filters, kh * kw * inner), (w.stride(0), kh * kw * inner, 1))
+    block = (tile.terms, tile.outs) if backward else (tile.outs, tile.terms)
+    _conv_kernel[(tiles, clients, triton.cdiv(outs, tile.outs))](
+        _boxes(x, 1, *box, width, tile.terms), _boxes(flat, 1, *block), w if bias is None else bias,
+        y if addend is None else addend, y, parts, 0 if bias is None else bias.stride(0), total, tiles,
+        HEIGHT=height, WIDTH=width, IN=ins, OUT=outs, PAD_H=padding[0], PAD_W=padding[1], KH=kh, KW=kw,
+        BACKWARD=backward, BIAS=bias is not None, ADD=addend is not None, RELU=relu, MOMENTS=parts.numel() > 0,
+        IMAGES=box.images, ROWS=box.rows, TERMS=tile.terms, BLOCK_OUT=tile.outs,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def run_box_weight_grad(
+    x: Tensor, dy: Tensor, parts: Tensor, tile: Tile, cut: Cut, box: Box, padding: Sequence[int]
+) -> None:
+    """Write each part of (client, part, out, height, width, in)."""
+    clients, shares, outs, kh, kw, ins = parts.shape
+    height, width = dy.shape[2:4]
+    _weight_kernel[(shares, clients, cut.blocks)](
+        _boxes(x, 1, *box, width, tile.terms), _boxes(dy, 1, *box, width, tile.outs), parts, cut.turns,
+        HEIGHT=height, WIDTH=width, IN=ins, OUT=outs, PAD_H=padding[0], PAD_W=padding[1], KH=kh, KW=kw,
+        IMAGES=box.images, ROWS=box.rows, TERMS=tile.terms, BLOCK_OUT=tile.outs,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
