@@ -74,8 +74,10 @@ def test_kernels_compile_and_fit(arch: int, wide: bool) -> None:
         for dtype in (torch.float32, torch.bfloat16):  # where a program puts what it returns
             spread_into(torch.empty(2, 32, dtype=dtype), torch.zeros(32, dtype=dtype).expand(2, -1))
     assert not failed
-    # Linear layers are torch's own in float32.
+    # Linear layers are torch's own in float32, and only newer GPUs fetch boxes.
     left_out = {("fednorm.engines.stack.kernels.sgd", "_sgd_linear_kernel")} if wide else set()
+    if arch == CONSUMER:
+        left_out |= {(module, name) for module, name in all_kernels() if module.endswith(".boxes")}
     assert {(each.module, each.name) for each in kernels.values()} == all_kernels() - left_out
     assert all(each.binary for each in kernels.values())
     assert {each.name: each.shared for each in kernels.values() if each.shared > ROOM[arch]} == {}

@@ -258,6 +258,9 @@ def test_some_settings_of_a_study_can_be_asked_for() -> None:
     told = [(cell["setting"]["local_steps"], cell["setting"]["momentum"]) for cell in found]
     assert sorted(set(told)) == [("100", "global"), ("100", "local")]
     assert {cell["method"] for cell in found} == {"fixbn"}
+    reading = ["--methods", "fixbn", "--where", "variant=no_decay"]
+    found = fednorm("reproduce", "fixbn.norms", "--show", "--json", *reading).json["cells"]
+    assert [cell["variant"] for cell in found] == ["no_decay"]
 
 
 @pytest.mark.slow

@@ -38,7 +38,10 @@ Methods = Annotated[
 Where = Annotated[
     list[str] | None,
     option(
-        "--where", metavar="AXIS=VALUE", help="some of its settings, such as momentum=local; repeatable", panel=_WHAT
+        "--where",
+        metavar="AXIS=VALUE",
+        help="some of its settings, such as momentum=local, or one other reading: variant=no_decay; repeatable",
+        panel=_WHAT,
     ),
 ]
 Variants = Annotated[bool, option("--variants", help="also other readings of the paper", panel=_WHAT)]
@@ -133,7 +136,9 @@ def reproduce(
         of_seeds = (0,) if quick else study.recipe.seeds
         chosen_seeds = of_seeds if seeds is None else tuple(dict.fromkeys(read_seeds(seeds, 0)))
         named = [] if methods is None else methods.replace(" ", "").split(",")
-        cells = study.cells(quick=quick, methods=named, where=_read_where(where or []), variants=variants)
+        settings = _read_where(where or [])
+        readings = variants or "variant" in settings
+        cells = study.cells(quick=quick, methods=named, where=settings, variants=readings)
         if not show:
             from fednorm.studies.client_statistics import looks_of
             from fednorm.studies.playing import play_runs, wanted_runs

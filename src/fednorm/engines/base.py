@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -121,6 +122,10 @@ class Engine(Protocol):
         """
         ...
 
+    def urgent(self) -> AbstractContextManager[None]:
+        """In which what is asked of the device goes before training that is under way."""
+        ...
+
     def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
         """Where a run's server state lies from now on."""
         ...
@@ -157,6 +162,9 @@ class PlainEngine:
     ) -> Iterator[Outcome]:
         """The outcomes of clients' work, in any order."""
         raise NotImplementedError
+
+    def urgent(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def hold(self, sites: Sites, tree: Tree, memory: Tree) -> Holder:
         return Held(tree, memory)

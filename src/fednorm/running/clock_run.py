@@ -100,7 +100,8 @@ class ClockRun(PlayedRun):
 
     def step(self) -> list[Row]:
         """Play on to the next instant at which updates come; rows of the versions they make."""
-        with precision(self.plan.config.engine.precision), UserCode(self.plan.prepared.name):
+        exact = precision(self.plan.config.engine.precision)
+        with exact, UserCode(self.plan.prepared.name), self.engine.urgent():
             # One update after the other: each may make a version, which may be scored.
             rows = [self._row(each) for each in self.simulation.advance() if self._noted(each)]
         self._uncommitted += rows

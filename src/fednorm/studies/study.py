@@ -73,23 +73,22 @@ class Study:
         where: Mapping[str, Collection[str]] | None = None,
         variants: bool = False,
     ) -> tuple[StudyCell, ...]:
-        """The numbers to be had: of some methods or of all, of some settings, of the main reading alone or of all."""
-        self._check_choice(quick, methods, where or {})
-        cells = (*self._main(quick, methods), *(self._other_readings(quick, methods) if variants else ()))
-        return tuple(cell for cell in cells if _is_at(cell.setting, where or {}))
+        """The numbers to be had: of some methods or of all, of some settings, of the main reading alone or of all.
 
-    def _check_choice(self, quick: bool, methods: Sequence[str], where: Mapping[str, Collection[str]]) -> None:
+        Settings are told by their axes; which reading it is, by `variant`, where the main one is `main`.
+        """
         for key in methods:
             if key not in self.recipe.methods:
                 raise unknown(f"method of {self.id}", key, self.recipe.methods)
-        settings = [cell.setting for cell in self._main(quick, ())] if where else []
-        for axis, values in where.items():
-            there = {_text(setting[axis]) for setting in settings if axis in setting}
+        cells = (*self._main(quick, methods), *(self._other_readings(quick, methods) if variants else ()))
+        for axis, values in (where or {}).items():
+            there = {told[axis] for told in map(_told, cells) if axis in told}
             if not there:
-                raise unknown(f"setting of {self.id}", axis, {name for setting in settings for name in setting})
+                raise unknown(f"setting of {self.id}", axis, {name for cell in cells for name in _told(cell)})
             for value in values:
                 if value not in there:
                     raise unknown(f"{axis} of {self.id}", value, there)
+        return tuple(cell for cell in cells if _is_at(_told(cell), where or {}))
 
     def _main(self, quick: bool, methods: Sequence[str]) -> Iterator[StudyCell]:
         for method, setting, published in self._published():
@@ -100,7 +99,7 @@ class Study:
         """Cells of other readings, less those that a reading leaves as they are: the same run is no second opinion."""
         for name, reading in self.recipe.variants.items():
             for main in self._main(quick, methods):
-                if _is_at(main.setting, reading.get("where", {})):
+                if _is_at(_told(main), reading.get("where", {})):
                     other = self._cell(main.method, main.setting, main.published, name, quick)
                     if other.config != main.config:
                         yield other
@@ -185,9 +184,14 @@ def _full_name(expression: str) -> str:
     return full_name(expression)
 
 
-def _is_at(setting: Mapping[str, Any], where: Mapping[str, Collection[str]]) -> bool:
+def _told(cell: StudyCell) -> dict[str, str]:
+    """A cell's setting as texts, and which reading it is."""
+    return {"variant": cell.variant or "main"} | {axis: _text(value) for axis, value in cell.setting.items()}
+
+
+def _is_at(told: Mapping[str, str], where: Mapping[str, Collection[str]]) -> bool:
     """Whether every axis that is named has one of the values that are named with it."""
-    return all(axis in setting and _text(setting[axis]) in values for axis, values in where.items())
+    return all(told.get(axis) in values for axis, values in where.items())
 
 
 def _text(value: Any) -> str:

@@ -92,6 +92,7 @@ class Simulation:
         if numbers & self._untrained:
             self._ask_for(due)
         while not self._trained.keys() >= numbers:
+            self._ask_early(waiting=True)
             self._receive(self._asked.pop(0))
         self.time = self._queue.first
         landings = self.server.land([self._trained[each.flight.number].landing for each in due])
@@ -145,9 +146,9 @@ class Simulation:
         asked = {each.flight.number for some in self._asked for each in some.under_way.values()}
         return {each.flight.number for each in self._queue.begun()} - self._trained.keys() - asked
 
-    def _ask_early(self) -> None:
-        """Let an engine that works on meanwhile begin what is enough for it."""
-        enough = self.engine.ahead
+    def _ask_early(self, waiting: bool = False) -> None:
+        """Let an engine that works on meanwhile begin what is enough for it; where all else waits, half is enough."""
+        enough = self.engine.ahead >> waiting
         if not enough or self.server.strategy.barrier or len(self._queue) - len(self._trained) < enough:
             return
         coming = self._waiting(self._needed())

@@ -127,7 +127,10 @@ class JobStacks:
         self._refused = set[Any]()
         """phases that could not be made a program"""
         self._programs: dict[Any, JobProgram] = {}
-        self._stream = torch.cuda.Stream(sites.device) if sites.device.type == "cuda" else None
+        on_gpu = sites.device.type == "cuda"
+        self._stream = torch.cuda.Stream(sites.device) if on_gpu else None
+        self._urgent = torch.cuda.Stream(sites.device, priority=-1) if on_gpu else None
+        """for what is done beside: among the kernels of a stack its small ones would each wait for a large one"""
 
     @property
     def on_device(self) -> bool:
@@ -184,6 +187,18 @@ class JobStacks:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
+
+    @contextmanager
+    def urgent(self) -> Generator[None]:
+        """In which what is asked of the GPU goes before the stacks under way."""
+        if self._urgent is None:
+            yield
+            return
+        outside = torch.cuda.current_stream()
+        self._urgent.wait_stream(outside)
+        with torch.cuda.stream(self._urgent):
+            yield
+        outside.wait_stream(self._urgent)
 
     def _give_up(self, phase: PreparedPhase, error: Exception, count: int) -> None:
         """Try fewer clients, or the next way; where there is neither, leave the phase to others."""

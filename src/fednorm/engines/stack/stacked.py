@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
@@ -84,6 +85,9 @@ class StackedEngine:
     @property
     def ahead(self) -> int:
         return WORTH if self._jobs.on_device else 0
+
+    def urgent(self) -> AbstractContextManager[None]:
+        return self._jobs.urgent()
 
     @cached_property
     def _stack(self) -> DeviceStack | None:

@@ -25,6 +25,10 @@ _ARCH = 90
 """The first GPUs that fetch boxes."""
 _BYTES = 16
 """What begins and steps of a box are multiples of."""
+_CHANNELS = 32
+"""With fewer, boxes are fetched in so small pieces that threads are quicker."""
+_PROGRAMS = 110
+"""that are worth having: a GPU of this kind plays 132 at a time."""
 
 
 class Box(NamedTuple):
@@ -34,18 +38,31 @@ class Box(NamedTuple):
     rows: int
 
 
-def box_of(pixels: int, height: int, width: int) -> Box | None:
-    """The box that so many pixels of images are, one after the other; None where they are none.
+def box_of(tile: Tile, ins: int, height: int, width: int) -> Box | None:
+    """The box that a tile's pixels of such images are; None where they are none, or are read as quickly otherwise.
 
-    >>> box_of(128, 32, 32), box_of(128, 8, 8), box_of(128, 28, 28), box_of(64, 12, 16), box_of(128, 12, 16)
-    (Box(images=1, rows=4), Box(images=2, rows=8), None, Box(images=1, rows=4), None)
+    >>> tiles = [Tile(pixels, 64, 64, 4, 3) for pixels in (64, 128)]
+    >>> [box_of(tiles[1], 64, size, size) for size in (32, 8, 28)]
+    [Box(images=1, rows=4), Box(images=2, rows=8), None]
+    >>> [box_of(tile, 64, 12, 16) for tile in tiles]
+    [Box(images=1, rows=4), None]
     """
-    if width > pixels or width != power_of_2(width):
+    if ins < _CHANNELS or ins % tile.terms or width > tile.pixels or width != power_of_2(width):
         return None
-    rows = pixels // width
+    rows = tile.pixels // width
     if rows < height:
         return Box(1, rows) if height % rows == 0 else None
     return Box(rows // height, height) if rows % height == 0 else None
+
+
+def box_tile(tile: Tile, outs: int, tiles: int) -> Tile:
+    """The cut of a convolution of so many tiles of pixels, of all clients: of many channels each program has more.
+
+    >>> box_tile(Tile(128, 128, 64, 4, 3), outs=512, tiles=60)
+    Tile(pixels=128, outs=256, terms=64, warps=8, stages=3)
+    """
+    many = tile.pixels == tile.outs == 128 and outs % 256 == 0 and tiles * outs // 256 >= _PROGRAMS
+    return tile._replace(outs=256, warps=8, stages=3) if many else tile
 
 
 def boxes_fit(stride: int, *tensors: Tensor) -> bool:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fednorm.engines.stack.kernels.boxes import box_of, boxes_fit, run_box_conv, run_box_weight_grad
+from fednorm.engines.stack.kernels.boxes import box_of, box_tile, boxes_fit, run_box_conv, run_box_weight_grad
 from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.pointwise import finish, precision, run_point, run_point_weight_grad
 from fednorm.engines.stack.kernels.tiles import conv_tile, weight_cut
@@ -210,9 +210,9 @@ def run_conv(
     if shape.is_pointwise:
         run_point(x, w, y, parts, tile, backward=backward, bias=bias, addend=addend, relu=relu)
         return y, parts
-    box = None if ins % tile.terms else box_of(tile.pixels, *size)
+    box = box_of(tile, ins, *size)
     if box and boxes_fit(shape.stride, x, w):
-        padding = shape.pad_h, shape.pad_w
+        tile, padding = box_tile(tile, outs, tiles * clients), (shape.pad_h, shape.pad_w)
         run_box_conv(
             x, w, y, parts, tile, box, padding, backward=backward, bias=bias, addend=addend, relu=relu
         )  # fmt: skip
@@ -239,14 +239,15 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
     if shape.is_pointwise:
         run_point_weight_grad(x, dy, parts, tile, cut)
         return parts
-    box = None if ins % tile.terms else box_of(tile.pixels, out_height, out_width)
+    box = box_of(tile, ins, out_height, out_width)
     if box and boxes_fit(shape.stride, x, dy):
         run_box_weight_grad(x, dy, parts, tile, cut, box, (shape.pad_h, shape.pad_w))
         return parts
+    stages = tile.stages if tile.terms <= 64 else 2  # what fits into the 99 KB of a consumer's GPU
     _weight_kernel[(cut.parts, clients, cut.blocks)](
         x, dy, parts, batch, height, width, out_height, out_width,
         IN=ins, OUT=outs, STRIDE=shape.stride, PAD_H=shape.pad_h, PAD_W=shape.pad_w, KH=shape.kernel_h,
         KW=shape.kernel_w, TURNS=cut.turns, PRECISION=precision(), GATHERED=tile.gathers(ins), PIXELS=tile.pixels,
-        TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=tile.stages,
+        TERMS=tile.terms, BLOCK_OUT=tile.outs, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
     return parts

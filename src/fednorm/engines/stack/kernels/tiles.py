@@ -74,7 +74,9 @@ def conv_tile(ins: int, outs: int, taps: int, pixels: int, clients: int, wide: b
             return Tile(128, 128, terms, 4, 3 if terms == 64 else 4)
         return Tile(64, 128 if programs(64) >= 100 else 64, terms, 4, 4)
     # Large tiles leave few moments, which every program of a batch norm joins; of small images there would be too few.
-    each = 2 if not wide and block == 64 and pixels >= (4096 if taps > 1 else 8192) else 1
+    large = block == 64 and pixels >= (4096 if taps > 1 else 8192)
+    many = block >= 32 and taps > 1 and ins >= 32 and clients * -(-pixels * block // 8192) >= 180
+    each = 2 if not wide and (large or many) else 1
     return Tile(each * 4096 // block, block, terms, warps=2 if wide and block == 16 else 4, stages=3)
 
 
@@ -139,6 +141,8 @@ def filter_cut(channels: int, taps: int, pixels: int, clients: int) -> Cut:
 def weight_tile(ins: int, outs: int, taps: int, wide: bool) -> tuple[Tile, int]:
     """The cut of a gradient of weights, and how many programs should share the work; `wide` numbers have 4 bytes."""
     most = min(64, max(16, power_of_2(taps * ins)))
+    if not wide and taps > 1 and ins % 128 == outs % 128 == 0:
+        return Tile(64, 128, 128, 8, 3), 528
     # Looking for the pixels of several taps again costs more than channels that are not there.
     large = not wide and (taps > 1 or _fills(outs, 128))
     block = min(128 if large else 64, max(16, power_of_2(outs)))
