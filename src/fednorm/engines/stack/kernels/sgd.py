@@ -25,6 +25,13 @@ _MOST_ROWS = 64
 
 
 @triton.jit
+def _rates(lr_ptr, momentum_ptr, decay_ptr):
+    """A client's three numbers: asked for before all else, since what was written may be what is read later."""
+    client = tl.program_id(1)
+    return tl.load(lr_ptr + client), tl.load(momentum_ptr + client), tl.load(decay_ptr + client)
+
+
+@triton.jit
 def _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MOMENTUM: tl.constexpr):
     """Values and velocities of a client's row: asked for before gradients, so that both are on their way at once."""
     row = tl.program_id(1).to(tl.int64)
@@ -35,17 +42,17 @@ def _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MO
 
 @triton.jit
 def _move(
-    value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
+    value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, rates,
     new_stride, new_velocity_stride, rounded_stride, MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Write what values and velocities of a client's row become."""
-    client = tl.program_id(1)
-    row = client.to(tl.int64)
-    step = grad + tl.load(decay_ptr + client) * value
+    row = tl.program_id(1).to(tl.int64)
+    lr, momentum, decay = rates
+    step = grad + decay * value
     if MOMENTUM:
-        step = tl.load(momentum_ptr + client) * velocity + step
+        step = momentum * velocity + step
         tl.store(new_velocity_ptr + row * new_velocity_stride + at, step, mask=inside)
-    value -= tl.load(lr_ptr + client) * step
+    value -= lr * step
     tl.store(new_ptr + row * new_stride + at, value, mask=inside)
     if ROUNDED:
         tl.store(rounded_ptr + row * rounded_stride + at, value.to(rounded_ptr.dtype.element_ty), mask=inside)
@@ -57,14 +64,14 @@ def _sgd_kernel(
     lr_ptr, momentum_ptr, decay_ptr, value_stride, velocity_stride, new_stride, new_velocity_stride, rounded_stride,
     MOMENTUM: tl.constexpr, ROUNDED: tl.constexpr, LISTED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
+    row, rates = tl.program_id(1).to(tl.int64), _rates(lr_ptr, momentum_ptr, decay_ptr)
     at, inside, grad_ptr, numbers, parts = gradient_of(
         sources, place_ptr, row, grad_stride, numbers, parts, LISTED, LANES
     )
     value, velocity = _held(at, inside, value_ptr, velocity_ptr, value_stride, velocity_stride, MOMENTUM)
     grad = summed(grad_ptr, inside, numbers, parts, LANES)
     _move(
-        value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
+        value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, rates,
         new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,
     )  # fmt: skip
 
@@ -77,7 +84,7 @@ def _sgd_linear_kernel(
     OUTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The same of weights (out, in), whose gradient is dy^T x; a program has some tiles along the inputs."""
-    row = tl.program_id(1).to(tl.int64)
+    row, rates = tl.program_id(1).to(tl.int64), _rates(lr_ptr, momentum_ptr, decay_ptr)
     blocks = tl.cdiv(ins, INS * TILES)
     out = tl.program_id(0) // blocks * OUTS + tl.arange(0, OUTS)
     taken = tl.program_id(0) % blocks * (INS * TILES) + tl.arange(0, INS)
@@ -100,7 +107,7 @@ def _sgd_linear_kernel(
             x = tl.load(x_ptr + place * ins + taken[None, :], known & (taken < ins)[None, :], 0.0)
             grad = tl.dot(tl.trans(dy), x, grad, input_precision="ieee")
         _move(
-            value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, lr_ptr, momentum_ptr, decay_ptr,
+            value, velocity, grad, at, inside, new_ptr, new_velocity_ptr, rounded_ptr, rates,
             new_stride, new_velocity_stride, rounded_stride, MOMENTUM, ROUNDED,
         )  # fmt: skip
         value, velocity, at, inside, taken = value_later, velocity_later, at_later, inside_later, later
