@@ -20,6 +20,7 @@ from fednorm.strategies.revive.distil import distil
 from fednorm.strategies.revive.features import gap, moments, seen_by
 from fednorm.strategies.revive.generator import bare_generator, first_parameters, images_of
 from fednorm.strategies.revive.guard import LossGuard
+from fednorm.strategies.revive.inputs import Inputs
 from fednorm.strategies.revive.losses import (
     adversarial_loss,
     distillation_loss,
@@ -28,10 +29,11 @@ from fednorm.strategies.revive.losses import (
     teacher_weights,
 )
 from fednorm.strategies.revive.network import Network
+from fednorm.strategies.revive.objective import Cast
 from fednorm.strategies.revive.pool import ImagePool, draw_labels
 from fednorm.strategies.revive.reviser import Revive
 from fednorm.strategies.revive.settings import Settings
-from fednorm.strategies.revive.synthesis import Cast, Inputs, fresh_buffers, reptile, synthesise
+from fednorm.strategies.revive.synthesis import fresh_buffers, reptile, synthesise
 from fednorm.strategies.revive.teachers import Belief, Teacher, probe, with_teacher
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ version, how much a stale one counts and whether clients wait for each other. Th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -70,6 +70,20 @@ class Arrived:
         return {**self.base, **self.shared, **self.reported}
 
 
+class Programs(Protocol):
+    """Where functions that come often are played on a device that gains by knowing them."""
+
+    model: nn.Module
+    """the classifier again, which mapped over trees (`torch.vmap`) is one network of a stack"""
+
+    def play(self, name: Hashable, function: Callable[[Tree], Tree], given: Tree) -> Tree | None:
+        """What a function makes of tensors, there until it is played again; None where it cannot be a program.
+
+        It is the same function whenever it has this name and is given tensors of these shapes.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """What a reviser may know of the run before the first update."""
@@ -95,6 +109,8 @@ class Context:
     """client -> shares of the classes in its data, where somebody may know them"""
     examples: tuple[Tensor, Tensor] | None = None
     """real inputs and labels at the server, for strategies that must not be without"""
+    programs: Programs | None = None
+    """None where functions are best played as they are"""
     narrow: torch.dtype | None = None
     """what clients round to inside products and activations, such as bfloat16; None where they do not"""
 

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from fednorm.core.strategy import Context
 from fednorm.engines.machine import narrow_type
+from fednorm.engines.stack.functions import stack_programs
 from fednorm.halves.landing import context_of
 from fednorm.running.plan import Plan
 
 
 def known_context(plan: Plan) -> Context:
     """All that a strategy may ask for; whether it may use it in earnest is its own to say."""
-    data = plan.federation
+    data, engine = plan.federation, plan.config.engine
+    stacked = engine.name in ("auto", "stacked")
     return context_of(
         plan,
         data.training_clients,
@@ -27,7 +29,8 @@ def known_context(plan: Plan) -> Context:
         std=data.std,
         proportions=_proportions(plan) if _has_classes(plan) else None,
         examples=_held_out(plan),
-        narrow=narrow_type(plan.config.engine.precision),
+        narrow=narrow_type(engine.precision),
+        programs=stack_programs(plan.prepared.model, plan.device, engine.precision) if stacked else None,
     )
 
 

@@ -33,8 +33,7 @@ from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.stack.attributes import ChangesItself, unchanged
 from fednorm.engines.stack.device_stack import DEVICES, DeviceStack
 from fednorm.engines.stack.jobs import WORTH, JobStacks
-from fednorm.engines.stack.kernels.layers import use_kernels
-from fednorm.engines.stack.kernels.ops import HAS_TRITON
+from fednorm.engines.stack.kernels.layers import kernels_pay, use_kernels
 from fednorm.engines.stack.kernels.swapped import restore
 from fednorm.engines.stack.lost_writes import LostWritesRefused
 from fednorm.engines.stack.merged_outside import play_from_slot
@@ -59,11 +58,9 @@ class StackedEngine:
     independent = False
 
     def __init__(self, runs: Sequence[Sites], *, precision: str = "fp32", stays: bool = True) -> None:
-        # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.
-        kernels = runs[0].device.type == "cuda" and HAS_TRITON and precision != "fp32"
         narrow = narrow_type(precision)
         own = [sites.with_own_model() for sites in runs]
-        if kernels:
+        if kernels_pay(runs[0].device, precision):
             for sites in own:
                 use_kernels(sites.prepared.model, narrow)
         each = zip(runs, own, strict=True)

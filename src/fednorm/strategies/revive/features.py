@@ -53,6 +53,12 @@ def gap(network: Network, watched: tuple[Watched, ...], tree: Tree, seen: Mappin
     return sums.clamp_min(_NOTHING).sqrt().sum().to(own.dtype)
 
 
+def make_layers_known(watched: tuple[Watched, ...], tree: Tree, device: torch.device) -> None:
+    """Make the table that `gap` reads where there are numbers: a program is written down on tensors without any."""
+    if watched:
+        _layers(tuple(tree[mean].numel() for _, mean, _, _ in watched), device)
+
+
 def _axis(module: nn.Module) -> int:
     """Where the channels of what a layer sees are."""
     return module.axis if isinstance(module, StatTracker) else 1
@@ -74,19 +80,29 @@ class _Moments(torch.autograd.Function):
     """In one pass over the inputs, forward and backward; torch's own derivative takes six."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, axis: int) -> Tensor:
-        wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-        var, mean = torch.var_mean(wide, [each for each in range(inputs.dim()) if each != axis], correction=0)
-        ctx.save_for_backward(inputs, mean)
-        ctx.axis = axis
-        return torch.stack([mean, var])
+    def forward(inputs: Tensor, axis: int) -> Tensor:
+        return _mean_and_var(inputs, {axis}, 0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        images, ctx.axis = inputs
+        ctx.save_for_backward(images, output)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        inputs, mean = ctx.saved_tensors
+        inputs, (mean, _) = ctx.saved_tensors[0], ctx.saved_tensors[1].detach()
         by_mean, by_var = grads[0] * (len(mean) / inputs.numel())
         shape = [-1 if each == ctx.axis else 1 for each in range(inputs.dim())]
         slope = 2 * by_var
         constant = torch.addcmul(by_mean, slope, mean, value=-1)
         return torch.addcmul(constant.view(shape), inputs, slope.view(shape)).to(inputs.dtype), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], inputs: Tensor, axis: int) -> tuple[Tensor, int]:
+        return _mean_and_var(inputs.movedim(in_dims[0], 0), {0, axis + 1}, 1), 0
+
+
+def _mean_and_var(inputs: Tensor, kept: set[int], at: int) -> Tensor:
+    wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+    var, mean = torch.var_mean(wide, [each for each in range(inputs.dim()) if each not in kept], correction=0)
+    return torch.stack([mean, var], at)

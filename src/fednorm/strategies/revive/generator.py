@@ -44,7 +44,7 @@ def _norm(channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels, track_running_stats=False)
 
 
-def bare_generator(latent: int, width: int, shape: tuple[int, int, int]) -> nn.Module:
+def bare_generator(latent: int, width: int, shape: tuple[int, int, int]) -> Generator:
     """A generator without numbers of its own: `images_of` gives it some."""
     with torch.device("meta"):
         return Generator(latent, width, shape)

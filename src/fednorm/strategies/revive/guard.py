@@ -20,11 +20,15 @@ class LossGuard:
 
     def __call__(self, name: str, loss: Tensor) -> Tensor:
         """The loss, or zero without a gradient."""
-        value, before = float(loss.detach()), self.accepted.setdefault(name, [])
+        return loss if self.accepts(name, float(loss.detach())) else loss.new_zeros(())
+
+    def accepts(self, name: str, value: float) -> bool:
+        """Whether a loss counts; then it is remembered."""
+        before = self.accepted.setdefault(name, [])
         if not math.isfinite(value):
-            return loss.new_zeros(())
+            return False
         # By size: the adversarial loss is below zero.
         if len(before) >= NEEDED and abs(value) > TIMES * abs(math.fsum(before) / len(before)):
-            return loss.new_zeros(())
+            return False
         self.accepted[name] = [*before, value][-REMEMBERED:]
-        return loss
+        return True

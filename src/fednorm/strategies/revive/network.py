@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -46,6 +46,8 @@ class Network:
     """what training leaves as it is"""
     narrow: torch.dtype | None = None
     """what products and activations are rounded to, where clients do so too"""
+    mapped: bool = False
+    """whether it is mapped over trees (`torch.vmap`)"""
 
     @classmethod
     def of(cls, context: Context) -> Network:
@@ -61,12 +63,16 @@ class Network:
         drawing = nullcontext()
         if mode == "train" and key is not None:
             state |= dict.fromkeys(key_names(self.model), key)
-            drawing = StandIns(key)
+            drawing = StandIns(key, self.mapped)
         if self.narrow is not None and x.dim() == 4:  # what tensor cores read without a copy
             x = x.contiguous(memory_format=torch.channels_last)
         with self._in(mode), drawing, self.rounding(x.device):
             logits = cast(Tensor, functional_call(self.model, state, (x,), tie_weights=self.tied))
         return logits.to(x.dtype)
+
+    def in_stack(self, model: nn.Module) -> Network:
+        """The same of a model whose layers round by themselves, to be mapped over trees."""
+        return replace(self, model=model, narrow=None, mapped=True)
 
     def rounding(self, device: torch.device) -> AbstractContextManager[object]:
         """In which products are as narrow as those of clients."""

@@ -16,11 +16,13 @@ from fednorm.errors import ConfigError
 from fednorm.layers.label_counts import counts_key
 from fednorm.strategies.revive.distil import Distilled, distil
 from fednorm.strategies.revive.generator import bare_generator, first_parameters
+from fednorm.strategies.revive.inputs import Inputs
 from fednorm.strategies.revive.network import Mode, Network
+from fednorm.strategies.revive.objective import Cast
 from fednorm.strategies.revive.pool import ImagePool, chosen
 from fednorm.strategies.revive.recall import Recall
 from fednorm.strategies.revive.settings import Settings
-from fednorm.strategies.revive.synthesis import Cast, Inputs, Synthesis, fresh_buffers, reptile, synthesise
+from fednorm.strategies.revive.synthesis import Synthesis, fresh_buffers, reptile, synthesise
 from fednorm.strategies.revive.teachers import (
     PROBE_TEMPERATURE,
     PROBED_UPLOADS,
@@ -155,7 +157,7 @@ class ServerStep:
         settings = self.settings
         made = synthesise(
             settings,
-            Cast(self.network, recall.teachers, student, self.network.mode_of(known)),
+            Cast(self.network, recall.teachers, student, self.network.mode_of(known), self.context.programs),
             bare_generator(settings.latent, settings.width, self.shape),
             recall.generator,
             Inputs(settings.augmentation, self.context.mean, self.context.std),
@@ -183,7 +185,8 @@ class ServerStep:
 
         key = self.key(version, "distillation")
         network = replace(self.network, hold=hold)
-        return distil(self.settings, network, recall.teachers, student, keys, draw, recall.guard, key)
+        programs = self.context.programs
+        return distil(self.settings, network, recall.teachers, student, keys, draw, recall.guard, key, programs)
 
     def drawn(self, pool: ImagePool, key: Tensor, labels: Tensor) -> Tensor:
         """Inputs of the classifier, one for each label, augmented as clients do it; several keys have a row each."""

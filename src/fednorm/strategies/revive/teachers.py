@@ -28,6 +28,17 @@ class Teacher:
     mode: Mode = "still"
 
 
+def common_mode(teachers: Sequence[Teacher]) -> Mode | None:
+    """How all of them are run, if all are run alike."""
+    mode = teachers[0].mode
+    return mode if all(teacher.mode == mode for teacher in teachers) else None
+
+
+def stack_of(teachers: Sequence[Teacher]) -> Tree:
+    """Their trees as one, with a row for each."""
+    return {key: torch.stack([teacher.tree[key] for teacher in teachers]) for key in teachers[0].tree}
+
+
 def with_teacher(teachers: Sequence[Teacher], new: Teacher, most: int) -> list[Teacher]:
     """The newest first, no more than some; what is newly believed of a client holds for its older models too."""
     known = [replace(each, proportions=new.proportions) if each.client == new.client else each for each in teachers]

@@ -170,6 +170,12 @@ class StackDropout(KeyedDropout, Swapped):
         return mapped.Dropout.apply(x, self.next_key(), self.p)
 
 
+def kernels_pay(device: torch.device, precision: str) -> bool:
+    """Whether there are kernels for a stack's layers, and they are faster than torch's own."""
+    # Float32 without tf32 has no tensor cores to run on; there cuDNN's grouped convolutions are the faster ones.
+    return device.type == "cuda" and ops.HAS_TRITON and precision != "fp32"
+
+
 def use_kernels(model: nn.Module, narrow: torch.dtype | None = None) -> int:
     """Let plain layers of the types above run as stack operators; returns how many changed.
 
