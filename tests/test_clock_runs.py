@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import fednorm
 import tiny
@@ -17,7 +19,8 @@ from command import TINY
 from command import fednorm as command
 from fednorm.core.state import digest
 from fednorm.engines.clock.schedule import SCHEDULES
-from fednorm.errors import ConfigError, DivergedError, QuorumError
+from fednorm.engines.stack.stacked import StackTrainer
+from fednorm.errors import ConfigError, DivergedError, QuorumError, UserCodeError
 from fednorm.running.clock_run import ClockRun
 from fednorm.running.plan import Plan
 from fednorm.running.records import RoundRow, RunId
@@ -315,6 +318,57 @@ def test_updates_that_cannot_be_used_end_the_run() -> None:
         played(plan("fedbuff(b=2)", train__lr=1e300))
     with pytest.raises(QuorumError, match=r"0 of the last 3 updates usable in version 1, client \d: .* needs more"):
         played(plan("fedbuff(b=2)", train__lr=1e300, engine__quorum=0.5))
+
+
+class Picky(nn.Module):
+    """A network that fails on some inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny.conv_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.max()) > 500:
+            raise ValueError("a broken camera")
+        return self.inner(x)
+
+
+def test_a_client_whose_training_fails_costs_its_own_updates_where_there_is_a_quorum() -> None:
+    broken = tiny.federation((8, 12, 9, 10, 11))
+    broken.x[broken.clients[2]] = 777.0
+
+    def made(method: str, **changes: Any) -> Plan:
+        return tiny.plan(method, model=Picky(), data=broken, **{"rounds": 3} | changes)
+
+    quorum = {"engine__quorum": 0.5}
+    in_rounds = tiny.play(made("fedavg", **quorum))
+    on_clock = played(made("sync+fedavg", clock__concurrency=5, **quorum))
+    assert [row["refused"] for row in on_clock.store.rows()] == [row["refused"] for row in in_rounds.store.rows()]
+    assert digest(on_clock.server.tree) == digest(in_rounds.server.tree)
+    late = list(played(made("fedbuff(b=2)", clock__concurrency=5, rounds=9, **quorum)).store.rows())
+    assert {int(client) for row in late for client in row.get("refused", {})} == {2}
+    with pytest.raises(UserCodeError, match="a broken camera"):
+        played(made("sync+fedavg", clock__concurrency=5))
+
+
+def test_those_who_are_trained_for_a_checkpoint_are_trained_as_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may ask for their updates before one is written, in which they are kept."""
+    seen, commits = list[tuple[bool, bool]](), list[bool]()
+    real, commit = StackTrainer._train_stack, ClockRun._commit
+
+    def train(self: StackTrainer, *args: Any) -> Any:
+        seen.append((bool(commits), torch.backends.cudnn.deterministic))
+        return real(self, *args)
+
+    def committing(self: ClockRun) -> None:
+        commits.append(True)
+        commit(self)
+        commits.clear()
+
+    monkeypatch.setattr(StackTrainer, "_train_stack", train)
+    monkeypatch.setattr(ClockRun, "_commit", committing)
+    played(plan("fedbuff(b=1)", engine__name="stacked", engine__checkpoint_every=1, train__schedule="cosine"))
+    assert set(seen) == {(True, True), (False, True)}
 
 
 def test_a_dry_run_knows_the_clock(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from fednorm.engines.stack.jobs import JobProgram
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.stacked import StackedEngine
 from fednorm.halves.arrivals import ArrivalServer
+from fednorm.halves.prepared_phase import PreparedPhase
+from fednorm.halves.training import Job, Outcome
 from fednorm.running.plan import Plan
 from fednorm.running.store import Store
 
@@ -156,29 +158,52 @@ def test_a_client_of_a_stack_that_cannot_be_used_is_named(engine: Callable[[Sequ
     assert {arrival.refused for arrival in came} == {"", "'0.weight' is not finite"}
 
 
+class Recorded(StackedEngine):
+    """An engine that remembers who was trained with whom."""
+
+    def __init__(self, runs: Sequence[Plan], together: list[list[int]]) -> None:
+        super().__init__(runs, stays=False)
+        self.together = together
+
+    def train(
+        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
+    ) -> Iterator[Outcome]:
+        self.together.append([job.client for job in jobs])
+        return super().train(phase, numbers, jobs, probing)
+
+
 @pytest.mark.parametrize("worth", [3, 100])
 @pytest.mark.parametrize("method", ["fedbn+local-momentum", "tracker"])
-def test_a_restart_at_any_event_changes_no_bit(method: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates that left a stack and have not arrived are kept: who is trained along may change their bits."""
+def test_neither_a_checkpoint_nor_a_restart_changes_a_bit(
+    method: str, worth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates that left a stack and have not arrived are kept: who is trained along may change their bits.
+
+    So who is trained along must not depend on when somebody saved.
+    """
     monkeypatch.setattr("fednorm.engines.stack.stacked.WORTH", worth)
 
-    def made(store: Store) -> Simulation:
+    def made(store: Store, together: list[list[int]]) -> Simulation:
         sites = plan(method, UNEQUAL)
         server = ArrivalServer(sites, sites.federation.training_clients, strategies.parse("fedbuff(b=2)"))
-        return Simulation(server, sites, StackedEngine([sites], stays=False), store, shifted(), concurrency=9)
+        return Simulation(server, sites, Recorded([sites], together), store, shifted(), concurrency=9)
 
-    def ended(restarts: Sequence[int]) -> tuple[str, list[str]]:
-        store = Store()
-        clock, event = made(store), 0
+    def ended(restarts: Sequence[int] = (), saves: Sequence[int] = ()) -> tuple[str, list[str], list[list[int]]]:
+        store, together = Store(), list[list[int]]()
+        clock, event = made(store, together), 0
         while not clock.server.finished:
-            if event in restarts:
+            if event in (*restarts, *saves):
                 facts, trees = clock.state()
-                clock = made(store)
+            if event in restarts:
+                clock = made(store, together)
                 clock.load(json.loads(json.dumps(facts)), trees)
             list(clock.advance())
             event += 1
-        return digest(clock.server.tree), [digest(store.get(client).tree) for client in range(len(UNEQUAL))]
+        own = [digest(store.get(client).tree) for client in range(len(UNEQUAL))]
+        return digest(clock.server.tree), own, together
 
-    whole = ended([])
-    assert ended([1, 5, 6]) == whole
-    assert ended([3, 11, 14]) == whole
+    whole = ended()
+    assert ended(restarts=[1, 5, 6]) == whole
+    assert ended(restarts=[3, 11, 14]) == whole
+    for event in range(1, 12):
+        assert ended(saves=[event]) == whole

@@ -114,8 +114,7 @@ class Engine(Protocol):
         """Whether what a client brings has the same bits whoever is trained along."""
         ...
 
-    @property
-    def ahead(self) -> int:
+    def ahead(self, phase: PreparedPhase) -> int:
         """Jobs that are worth being given to `train` before anybody waits for them, since it works on after it returns.
 
         0 where it works when outcomes are asked for.
@@ -155,7 +154,9 @@ class PlainEngine:
     fell_back: str = ""
     processes: int = 1
     independent: bool = True
-    ahead: int = 0
+
+    def ahead(self, phase: PreparedPhase) -> int:
+        return 0
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False

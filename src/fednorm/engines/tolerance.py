@@ -40,9 +40,22 @@ def one_by_one(train: Train, model: str) -> Tolerant:
     def tolerant(
         phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
     ) -> Iterator[Outcome | Failure]:
+        try:
+            begun = train(phase, numbers, jobs, probing)  # now, since an engine may work on until somebody asks
+        except Exception as error:
+            begun = _raising(error)
+        return outcomes(begun, phase, numbers, jobs, probing)
+
+    def outcomes(
+        begun: Iterator[Outcome],
+        phase: PreparedPhase,
+        numbers: Mapping[str, float],
+        jobs: Sequence[Job],
+        probing: bool,
+    ) -> Iterator[Outcome | Failure]:
         waiting = {job.client: job for job in jobs}
         try:
-            for outcome in train(phase, numbers, jobs, probing):
+            for outcome in begun:
                 waiting.pop(outcome.update.client, None)
                 yield outcome
             return
@@ -58,6 +71,12 @@ def one_by_one(train: Train, model: str) -> Tolerant:
                 yield Failure.of(job.client, error, model)
 
     return tolerant
+
+
+def _raising(error: Exception) -> Iterator[Outcome]:
+    """What training brings that failed before it brought anything."""
+    yield from ()
+    raise error
 
 
 def is_the_runs(error: Exception) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from fednorm.core.state import Tree
@@ -62,7 +63,13 @@ class ClockRun(PlayedRun):
             context=known_context(plan) if strategy.revise else None,
         )
         self.simulation = Simulation(
-            self.server, plan, self.engine, store, self.clock.schedule, concurrency=self.clock.concurrency
+            self.server,
+            plan,
+            self.engine,
+            store,
+            self.clock.schedule,
+            concurrency=self.clock.concurrency,
+            tolerant=config.engine.quorum is not None,
         )
         self.keeper = Keeper(plan, store, facts)
         self._written: dict[str, Tree] = {}
@@ -100,12 +107,17 @@ class ClockRun(PlayedRun):
 
     def step(self) -> list[Row]:
         """Play on to the next instant at which updates come; rows of the versions they make."""
-        exact = precision(self.plan.config.engine.precision)
-        with exact, UserCode(self.plan.prepared.name), self.engine.urgent():
+        with self._training(), self.engine.urgent():
             # One update after the other: each may make a version, which may be scored.
             rows = [self._row(each) for each in self.simulation.advance() if self._noted(each)]
         self._uncommitted += rows
         return rows
+
+    @contextmanager
+    def _training(self) -> Generator[None]:
+        """In which clients may be trained: in the run's precision, and errors of the user's code are told as such."""
+        with precision(self.plan.config.engine.precision), UserCode(self.plan.prepared.name):
+            yield
 
     def _noted(self, arrival: Arrival) -> bool:
         """Whether an update made a version; too many that cannot be used end the run."""
@@ -184,7 +196,8 @@ class ClockRun(PlayedRun):
         began = time.perf_counter()
         # A model for each client under way would be most of what is written, and nobody wants to go on from there.
         over = self.server.finished and self.plan.config.engine.checkpoint_every == 0
-        clock, trees = self.simulation.state(over=over)
+        with self._training():  # of those under way
+            clock, trees = self.simulation.state(over=over)
         facts: dict[str, Any] = {"clock": clock, "config": to_dict(self.plan.config), "engine": self.engine_name}
         facts |= {"over": over, "finished": self.server.finished, "ran": self.ran(), "refused": list(self._refused)}
         facts["times"] = self._times

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fednorm.core.phases import PhaseId
+from fednorm.core.phases import PhaseId, Purpose
 from fednorm.core.state import Tree
 from fednorm.engines.base import ClientStates, Engine
 from fednorm.engines.clock.queue import Queue, UnderWay
@@ -39,13 +39,22 @@ _WAVES = 4
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Jobs of different clients whose training was asked for, by client."""
+class Training:
+    """Jobs of different clients that are trained together, by client."""
 
     phase: PreparedPhase
     under_way: Mapping[int, UnderWay]
     jobs: Mapping[int, Job]
-    trained: Iterator[Outcome | Failure]
+    outcomes: Iterator[Outcome | Failure]
+
+
+@dataclass
+class Asked:
+    """Jobs, by number, whose training was asked for before any of them was due."""
+
+    numbers: frozenset[int]
+    training: Training | None
+    """None once somebody looked at what it brought, as a checkpoint does"""
 
 
 class Simulation:
@@ -75,7 +84,7 @@ class Simulation:
         self._queue = Queue()
         self._trained: dict[int, Trained] = {}
         self._asked: list[Asked] = []
-        """whose outcomes nobody looked at yet"""
+        """of which none was due yet; a checkpoint leaves them, since who is trained next depends on them"""
 
     def advance(self) -> Iterator[Arrival]:
         """Send the model to idle clients, then take what arrives at the next instant, update by update.
@@ -91,7 +100,7 @@ class Simulation:
         numbers = {each.flight.number for each in due}
         if numbers & self._untrained:
             self._ask_for(due)
-        while not self._trained.keys() >= numbers:
+        while any(numbers & asked.numbers for asked in self._asked):
             self._ask_early(waiting=True)
             self._receive(self._asked.pop(0))
         self.time = self._queue.first
@@ -143,12 +152,13 @@ class Simulation:
     @property
     def _untrained(self) -> set[int]:
         """Jobs under way whose training nobody asked for."""
-        asked = {each.flight.number for some in self._asked for each in some.under_way.values()}
-        return {each.flight.number for each in self._queue.begun()} - self._trained.keys() - asked
+        begun = {each.flight.number for each in self._queue.begun()}
+        return begun.difference(self._trained, *(asked.numbers for asked in self._asked))
 
     def _ask_early(self, waiting: bool = False) -> None:
         """Let an engine that works on meanwhile begin what is enough for it; where all else waits, half is enough."""
-        enough = self.engine.ahead >> waiting
+        phase = self.sites.phase(PhaseId(Purpose.TRAIN, self.server.stage))
+        enough = self.engine.ahead(phase) >> waiting
         if not enough or self.server.strategy.barrier or len(self._queue) - len(self._trained) < enough:
             return
         coming = self._waiting(self._needed())
@@ -185,8 +195,9 @@ class Simulation:
             for row in rows:
                 row = dict(sorted(row.items()))  # as outcomes are looked at, which may be rows of a stack
                 jobs = self._jobs(phase, row)
-                trained = self._train(phase, dict(numbers), list(jobs.values()), False)
-                self._asked.append(Asked(phase, row, jobs, trained))
+                outcomes = self._train(phase, dict(numbers), list(jobs.values()), False)
+                asked = frozenset(each.flight.number for each in row.values())
+                self._asked.append(Asked(asked, Training(phase, row, jobs, outcomes)))
 
     def _enough(self, count: int) -> int:
         """How many of some to train at a time: more than an engine gains by would only lie in memory."""
@@ -201,20 +212,22 @@ class Simulation:
 
     def _receive(self, asked: Asked) -> None:
         """Take what training brings, and find out what is wrong with it."""
-        jobs = asked.jobs
-        came, missing = received(asked.trained, list(jobs.values()))
+        training, asked.training = asked.training, None
+        if training is None:
+            return
+        came, missing = received(training.outcomes, list(training.jobs.values()))
         for stack, some in _by_stack(came):
-            self._look_at(asked, some, stack)
+            self._look_at(training, some, stack)
         for client, reason in missing.items():
-            number = asked.under_way[client].flight.number
+            number = training.under_way[client].flight.number
             self._trained[number] = Trained(Landing(number, None, reason, looked=True), {}, 0)
 
-    def _look_at(self, asked: Asked, came: Sequence[Outcome], stack: Together | None) -> None:
+    def _look_at(self, training: Training, came: Sequence[Outcome], stack: Together | None) -> None:
         """Find out what is wrong with outcomes, of one stack or of none."""
-        server, phase = self.server, asked.phase
+        server, phase = self.server, training.phase
         clients = [outcome.update.client for outcome in came]
-        jobs = [asked.jobs[client] for client in clients]
-        flights = [asked.under_way[client].flight for client in clients]
+        jobs = [training.jobs[client] for client in clients]
+        flights = [training.under_way[client].flight for client in clients]
         bases = [server.base(flight.version) for flight in flights]
         trees = [outcome.update.shared for outcome in came]
         stacks = Stacks(trees, stack and {key: stack.ended[key] for key in phase.shared})
@@ -260,10 +273,11 @@ class Simulation:
         if over:
             facts |= {"flights": [], "buffer": [], "under_way": []}
             return facts, {name: trees[name] for name in ("model", "memory")}
-        while self._asked:
-            self._receive(self._asked.pop(0))
         facts["under_way"] = [[each.flight.number, each.arrives, each.free, each.used] for each in self._queue.begun()]
         if not self.engine.independent:
+            for asked in self._asked:
+                self._receive(asked)
+            facts["asked"] = [sorted(asked.numbers) for asked in self._asked]
             facts["trained"], more = stored(self._trained)
             trees |= more
         return facts, trees
@@ -277,6 +291,7 @@ class Simulation:
             for number, arrives, free, used in facts["under_way"]
         )
         self._trained = restored(facts.get("trained", []), trees)
+        self._asked = [Asked(frozenset(numbers), None) for numbers in facts.get("asked", [])]
 
 
 def _by_stack(outcomes: Sequence[Outcome]) -> Iterator[tuple[Together | None, Sequence[Outcome]]]:

@@ -132,15 +132,17 @@ class JobStacks:
         self._urgent = torch.cuda.Stream(sites.device, priority=-1) if on_gpu else None
         """for what is done beside: among the kernels of a stack its small ones would each wait for a large one"""
 
-    @property
-    def on_device(self) -> bool:
-        """Whether programs are for such a device and such data at all."""
-        return self.sites.device.type in DEVICES and self.sites.batches.pool.live is None
+    def may_train(self, phase: PreparedPhase) -> bool:
+        """Whether programs are for such work at all: one pass of steps that each client takes for itself, on a device.
+
+        A restart finds the same, whatever was tried before it.
+        """
+        on_device = self.sites.device.type in DEVICES and self.sites.batches.pool.live is None
+        return on_device and len(phase.passes) == 1 and not phase.phase.lockstep
 
     def can_train(self, phase: PreparedPhase) -> bool:
-        """Whether a phase's work may be a program: one pass of steps that each client takes for itself."""
-        own = len(phase.passes) == 1 and not phase.phase.lockstep
-        return self.on_device and own and phase.id not in self._refused
+        """Whether a phase's work may be a program, and none of it has shown that it cannot."""
+        return self.may_train(phase) and phase.id not in self._refused
 
     def train(
         self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], otherwise: Train

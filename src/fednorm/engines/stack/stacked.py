@@ -79,9 +79,8 @@ class StackedEngine:
         """Why the model could not be mapped over clients, so that they train one after the other."""
         return next((trainer.fell_back for trainer in self._trainers.values() if trainer.fell_back), "")
 
-    @property
-    def ahead(self) -> int:
-        return WORTH if self._jobs.on_device else 0
+    def ahead(self, phase: PreparedPhase) -> int:
+        return WORTH if self._jobs.may_train(phase) else 0
 
     def urgent(self) -> AbstractContextManager[None]:
         return self._jobs.urgent()
