@@ -17,6 +17,8 @@ from fednorm.engines.clock.simulation import Simulation
 from fednorm.engines.sequential import SequentialEngine
 from fednorm.engines.stack.jobs import JobProgram
 from fednorm.engines.stack.kernels.layers import use_kernels
+from fednorm.engines.stack.phase_program import PhaseProgram
+from fednorm.engines.stack.rounding import Rounded
 from fednorm.engines.stack.stacked import StackedEngine
 from fednorm.halves.arrivals import ArrivalServer
 from fednorm.halves.prepared_phase import PreparedPhase
@@ -99,6 +101,35 @@ def test_stack_operators_serve_them_too() -> None:
     other, _ = played(made, engine)
     assert engine._jobs._programs
     assert gap(tree, other) < 1e-10
+
+
+@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
+def test_weights_are_rounded_anew_only_where_others_wrote_them(
+    sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed = list[Rounded]()
+    real = Rounded.renew
+
+    def renew(self: Rounded) -> None:
+        renewed.append(self)
+        real(self)
+
+    def ended(**changes: object) -> tuple[Tree, int]:
+        made = plan("fedavg", sizes, train__dtype="float32", **changes)
+        assert use_kernels(made.prepared.model, torch.bfloat16)
+        engine = StackedEngine([made], stays=False)
+        tree, _ = played(made, engine)
+        return tree, sum(each.turn for each in engine._jobs._programs.values())
+
+    monkeypatch.setattr(Rounded, "renew", renew)
+    kept, stacks = ended()
+    assert renewed
+    if sizes is EQUAL:
+        assert len(renewed) == stacks
+    run = PhaseProgram._run
+    monkeypatch.setattr(JobProgram, "_run", lambda self, *args, **named: run(self, *args, **named | {"anew": True}))
+    always, _ = ended()
+    assert digest(kept) == digest(always)
 
 
 def test_what_cannot_be_a_program_is_stacked_step_by_step(

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,13 @@ def precision(name: str) -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic = before
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """In which a device is the one that kernels are launched on, streams are made on and graphs are captured on."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def narrow_type(precision: str) -> torch.dtype | None:

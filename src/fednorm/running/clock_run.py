@@ -12,7 +12,7 @@ from fednorm.core.state import Tree
 from fednorm.core.user_code import UserCode
 from fednorm.engines.clock.schedule import digest_of_file
 from fednorm.engines.clock.simulation import Simulation
-from fednorm.engines.machine import precision
+from fednorm.engines.machine import current, precision
 from fednorm.engines.ranks import Alone
 from fednorm.errors import CheckpointError, ConfigError, QuorumError
 from fednorm.halves.arrivals import ArrivalServer
@@ -115,8 +115,9 @@ class ClockRun(PlayedRun):
 
     @contextmanager
     def _training(self) -> Generator[None]:
-        """In which clients may be trained: in the run's precision, and errors of the user's code are told as such."""
-        with precision(self.plan.config.engine.precision), UserCode(self.plan.prepared.name):
+        """In which clients may be trained, as the run is to be; errors of the user's code are told as such."""
+        device, name = self.plan.device, self.plan.prepared.name
+        with current(device), precision(self.plan.config.engine.precision), UserCode(name):
             yield
 
     def _noted(self, arrival: Arrival) -> bool:

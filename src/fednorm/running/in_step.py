@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fednorm.core.user_code import UserCode
 from fednorm.engines.base import MOST_AWAITED, Engine, Order, Played, attempt
-from fednorm.engines.machine import precision
+from fednorm.engines.machine import current, precision
 from fednorm.errors import FednormError, UserCodeError
 
 if TYPE_CHECKING:
@@ -59,29 +59,32 @@ def play_in_step(runs: Sequence[Run]) -> Generator[tuple[Run, Row | FednormError
     burst, new, clock = 1, 0, RoundClock()
     try:
         while active := [run for run in runs if not run.over and run not in failed]:
-            ends = False
-            with precision(active[0].plan.config.engine.precision):
-                while new < burst and not ends:
-                    failed |= play_round(active)
-                    new += 1
-                    ends = any(run in failed or run.checkpoint_is_set() or not run.is_ahead for run in active)
-            ends = ends or any(run.checkpoint_is_due() for run in active)
-            for run in active:
-                run.send_reports()
-            # What was played since the last time stays in flight, unless a checkpoint needs to know of it.
-            counts = {run: len(run.unsettled) - (0 if ends else new) for run in active}
-            settled = {run: [] if run in failed else attempt(run.settle, count) for run, count in counts.items()}
-            failed |= {run: rows for run, rows in settled.items() if isinstance(rows, FednormError)}
-            rows = [(run, row) for run, each in settled.items() if not isinstance(each, FednormError) for row in each]
-            new = 0
-            if rows:
-                seconds = round(clock.lap(len(rows) / len(active)) / len(rows), 6)
-                burst = min(MOST_AWAITED // 2, max(1, int(SETTLE_SECONDS / clock.pace)))
-                for run, row in rows:
-                    row["seconds"] = run.told_seconds = seconds
-            for run in active:
-                if ends and run not in failed:
-                    run.commit_if_due()
+            with current(active[0].plan.device):
+                ends = False
+                with precision(active[0].plan.config.engine.precision):
+                    while new < burst and not ends:
+                        failed |= play_round(active)
+                        new += 1
+                        ends = any(run in failed or run.checkpoint_is_set() or not run.is_ahead for run in active)
+                ends = ends or any(run.checkpoint_is_due() for run in active)
+                for run in active:
+                    run.send_reports()
+                # What was played since the last time stays in flight, unless a checkpoint needs to know of it.
+                counts = {run: len(run.unsettled) - (0 if ends else new) for run in active}
+                settled = {run: [] if run in failed else attempt(run.settle, count) for run, count in counts.items()}
+                failed |= {run: rows for run, rows in settled.items() if isinstance(rows, FednormError)}
+                rows = [
+                    (run, row) for run, each in settled.items() if not isinstance(each, FednormError) for row in each
+                ]
+                new = 0
+                if rows:
+                    seconds = round(clock.lap(len(rows) / len(active)) / len(rows), 6)
+                    burst = min(MOST_AWAITED // 2, max(1, int(SETTLE_SECONDS / clock.pace)))
+                    for run, row in rows:
+                        row["seconds"] = run.told_seconds = seconds
+                for run in active:
+                    if ends and run not in failed:
+                        run.commit_if_due()
             handed_at = time.perf_counter()
             yield from sorted(rows, key=lambda each: each[1]["round"])
             for run in active:

@@ -14,7 +14,7 @@ from fednorm.core.state import Tree
 from fednorm.engines.machine import narrow_type
 from fednorm.engines.stack.kernels.layers import kernels_pay, use_kernels
 from fednorm.engines.stack.making_ready import making_ready
-from fednorm.engines.stack.program import Program
+from fednorm.engines.stack.program import GraphRoom, Program
 from fednorm.errors import FednormError, first_line
 
 _MADE = "made|"
@@ -28,6 +28,7 @@ class StackPrograms:
         use_kernels(self.model, narrow_type(precision))
         self._programs: dict[Hashable, tuple[Program, Tree]] = {}
         self._refused = False
+        self._graphs: GraphRoom | None = None
 
     def play(self, name: Hashable, function: Callable[[Tree], Tree], given: Tree) -> Tree | None:
         if self._refused:
@@ -58,9 +59,11 @@ class StackPrograms:
                 with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                     made = played({key: fake.from_tensor(value) for key, value in state.items()})
                 device = next(iter(given.values())).device
-                room = {key: torch.zeros(value.shape, dtype=value.dtype, device=device) for key, value in made.items()}
-                program = Program(lambda state: (played(state), {}), {**state, **room})
-            self._programs[name, shapes] = program, {**state, **room}
+                empty = {key: torch.zeros(value.shape, dtype=value.dtype, device=device) for key, value in made.items()}
+                if device.type == "cuda":
+                    self._graphs = self._graphs or GraphRoom()
+                program = Program(lambda state: (played(state), {}), {**state, **empty}, room=self._graphs)
+            self._programs[name, shapes] = program, {**state, **empty}
         return self._programs[name, shapes]
 
 

@@ -82,11 +82,14 @@ class JobProgram(RaggedProgram):
         return stack
 
     def _play(self) -> None:
+        others_wrote = True  # as `begin` did
         for launch in self.launches:
-            if launch.width == self.rows and not launch.fill and launch.size == self.batch_size:
-                self._run("step of everybody", self._everybody)
+            of_all = launch.width == self.rows and not launch.fill and launch.size == self.batch_size
+            if of_all:
+                self._run("step of everybody", self._everybody, anew=others_wrote)
             else:
                 self._step_of(launch.width, launch.size, ())
+            others_wrote = not of_all
 
     def _everybody(self, state: Tree) -> Moves:
         """A step of all clients in the order of the stack, so that nothing is taken out of it and put back."""
@@ -198,9 +201,11 @@ class JobStacks:
             return
         outside = torch.cuda.current_stream()
         self._urgent.wait_stream(outside)
-        with torch.cuda.stream(self._urgent):
-            yield
-        outside.wait_stream(self._urgent)
+        try:
+            with torch.cuda.stream(self._urgent):
+                yield
+        finally:
+            outside.wait_stream(self._urgent)
 
     def _give_up(self, phase: PreparedPhase, error: Exception, count: int) -> None:
         """Try fewer clients, or the next way; where there is neither, leave the phase to others."""

@@ -27,7 +27,7 @@ from fednorm.engines.stack.kernels.joint import StackCohort, on_stack
 from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.lost_writes import LostWritesRefused
 from fednorm.engines.stack.making_ready import making_ready
-from fednorm.engines.stack.program import Moves, Program, Rows
+from fednorm.engines.stack.program import GraphRoom, Moves, Program, Rows
 from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows, named, unnamed
 from fednorm.engines.stack.slow_operators import slow_operators_named
 from fednorm.engines.stack.ways import Way
@@ -92,7 +92,7 @@ class PhaseProgram:
         self._own |= named("unsigned", unsigned(phase, self._stacks["state"], sites.device))
         self._gather = Gather(batches, layouts["server"].channels_last and way is Way.FUSED)
         self._programs: dict[str, Program] = {}
-        self._graph_memory = torch.cuda.graph_pool_handle() if sites.device.type == "cuda" else None
+        self._graphs = GraphRoom() if sites.device.type == "cuda" else None
 
     def _shapes(self, batches: Batches) -> dict[str, tuple[int, ...]]:
         """What a message has."""
@@ -208,7 +208,7 @@ class PhaseProgram:
         if name not in self._programs:
             fused = fused and self.way is not Way.PLAIN
             with making_ready(f"'{self.phase.phase.name}' {name}, {self.rows} clients, batches of {self.batch_size}"):
-                self._programs[name] = Program(function, self._state, fused, self._graph_memory, self._calls(name))
+                self._programs[name] = Program(function, self._state, fused, self._graphs, self._calls(name))
         self._programs[name](anew)
 
     def _calls(self, name: str) -> int:

@@ -37,8 +37,7 @@ class Program:
 
     It must not look at values, and shapes are those of the state it was made with. Fusing what can be one kernel makes
     it faster, but takes seconds, most of them for tracing; torch's compiler, for what is then left, takes more, and is
-    asked where this many `calls` repay it. Programs that never run at once may share `memory`, the pool that a CUDA
-    graph keeps what it needs on its way in.
+    asked where this many `calls` repay it. Programs that never run at once, and go together, may share `room`.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Program:
         function: Callable[[Tree], tuple[Tree, Rows]],
         state: Tree,
         fused: bool = True,
-        memory: Any = None,
+        room: GraphRoom | None = None,
         calls: int = 0,
     ) -> None:
         self._state = state
@@ -64,7 +63,7 @@ class Program:
                 joined = compiled(traced, self._state) if on_gpu and repays(traced, calls) else None
             self._function = joined or traced
         if on_gpu:
-            self._capture(memory)
+            self._capture(room or GraphRoom())
 
     def __call__(self, anew: bool = True) -> None:
         """Play it; `anew` says that others may have written to its state since it was played last."""
@@ -75,18 +74,31 @@ class Program:
         else:
             self._graph.replay()
 
-    def _capture(self, memory: Any) -> None:
+    def _capture(self, room: GraphRoom) -> None:
         # What is written in place is tried on something that lies in memory as the original does.
         others = {key: TensorSpec.of(self._state[key]).zeros() for key in self._in_place}
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        playing = torch.cuda.current_stream()
+        room.stream.wait_stream(playing)
+        with torch.cuda.stream(room.stream):
             for _ in range(_WARM_UP):
                 self._function({**self._state, **others})
-        torch.cuda.current_stream().wait_stream(stream)
+        playing.wait_stream(room.stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=memory):
+        with torch.cuda.graph(self._graph, pool=room.memory, stream=room.stream):
             put(self._state, *self._function(self._state))
+
+
+class GraphRoom:
+    """Where CUDA graphs are captured that never run at once: the memory that they need on their way, and a stream.
+
+    By its stream torch gives products the workspace whose address a graph keeps: graphs that run side by side must not
+    have one, and some releases take it from all graphs of a stream once one of them is gone. Kernels of a graph go
+    before others as those of the stream did; so it is as urgent as the one on which graphs will be played.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(priority=torch.cuda.current_stream().priority)
 
 
 def calls_of(traced: GraphModule) -> list[tuple[Any, Any]]:
@@ -105,8 +117,11 @@ def compile_kernels(traced: GraphModule) -> Iterator[None]:
     A kernel that cannot be made like this is made, or complains, when the graph runs; Triton has errors of many types.
     """
 
+    # A thread begins on the first GPU; -1 is none.
+    place = torch.cuda.current_device() if torch.cuda.is_available() else -1
+
     def call(target: Any, specs: Any) -> None:
-        with suppress(Exception):
+        with suppress(Exception), torch.cuda.device(place):
             args, kwargs = tree_map_only(TensorSpec, TensorSpec.zeros, specs)
             target(*args, **kwargs)
 
