@@ -221,17 +221,26 @@ def test_methods_that_are_objects_are_on_the_clock_too(tmp_path: Path) -> None:
         ),
         (
             ("--async", "fedbuff(b=30)"),
-            "'fedbuff(b=30)' waits for 30 updates, more than the 5 clients that train can have under way; "
-            "give b=5 or less",
+            "'fedbuff(b=30)' merges 30 updates at a time, and only 5 clients train: "
+            "some would count twice in every version; give b=5 or less",
         ),
         (
+            ("--async", "fedbuff(b=2)", "--times", "equal(time=1e308)"),
+            "schedule 'equal': time=1e+308 is out of range; give a number above 0, up to 1e+12",
+        ),
+        (
+            ("--async", "fedbuff(b=2)", "--times", "nosuch"),
+            "schedule 'nosuch' is not known; known: default, equal, exponential, file:PATH, shifted.",
+        ),
+        (("--method", "fedbuf(b=2)+fedbn"), "strategy 'fedbuf' is not known; did you mean 'fedbuff'?"),
+        (
             ("--async", "fedbuff(b=2)", "--times", "equal(time=-1)"),
-            "schedule 'equal': time=-1.0 is out of range; give a number above 0",
+            "schedule 'equal': time=-1.0 is out of range; give a number above 0, up to 1e+12",
         ),
         (
             ("--concurrency", "3"),
             "clock.concurrency=3 is for runs on a clock, and 'fedavg' names no strategy; "
-            "give --async fedbuff, or leave it out",
+            "give --async 'fedbuff(b=2)', or leave it out",
         ),
         (("--async", "fedbuf"), "strategy 'fedbuf' is not known; did you mean 'fedbuff'?"),
         (("--async", "fedbuff", "--method", "fedasync"), "'fedbuff' and 'fedasync' are both strategies; keep one"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class FednormError(Exception):
@@ -114,10 +114,15 @@ def unknown(what: str, name: object, options: Iterable[str], listing: str = "") 
     "method 'fedbm' is not known; did you mean 'fedbn'? (`fednorm methods` lists all 2)"
     """
     known = sorted(set(options))
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    near = nearest(str(name), known)
     hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}."
     where = f" (`{listing}` lists all {len(known)})" if listing else ""
     return ConfigError(f"{what} '{name}' is not known{hint}{where}")
+
+
+def nearest(name: str, known: Sequence[str]) -> list[str]:
+    """The one name that somebody may have meant, or none."""
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.5)
 
 
 def is_installed(module: str) -> bool:

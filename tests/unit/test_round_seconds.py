@@ -43,7 +43,9 @@ class OnDevice:
         self.unsettled: list[tuple[int, float]] = []
         self.engine = None
         self.plan: Any = SimpleNamespace(
-            config=SimpleNamespace(engine=SimpleNamespace(precision="fp32")), prepared=SimpleNamespace(name="played")
+            config=SimpleNamespace(engine=SimpleNamespace(precision="fp32")),
+            device=CPU,
+            prepared=SimpleNamespace(name="played"),
         )
 
     @property

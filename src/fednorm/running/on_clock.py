@@ -11,8 +11,8 @@ from fednorm.core.method import Method
 from fednorm.core.strategy import Strategy
 from fednorm.data.federation import Federation
 from fednorm.engines.clock.schedule import Clients, Schedule, make_schedule
-from fednorm.errors import ConfigError
-from fednorm.methods import parse
+from fednorm.errors import ConfigError, nearest, unknown
+from fednorm.methods import known_methods, parse
 from fednorm.running.config import EvalConfig, RunConfig, WorldConfig
 from fednorm.strategies import joined, known_strategies, split
 from fednorm.strategies import parse as parse_strategy
@@ -31,9 +31,13 @@ class Clock(NamedTuple):
 
 
 def names_strategy(expression: str) -> bool:
-    """Whether one of the parts of an expression is a strategy."""
-    known = known_strategies()
-    return any(term.name in known for term in parse_terms(expression, "method", _EXAMPLE))
+    """Whether one of the parts of an expression is a strategy; what is neither, but nearly one, is refused as such."""
+    known, methods = known_strategies(), known_methods()
+    names = [term.name for term in parse_terms(expression, "method", _EXAMPLE)]
+    for name in names:
+        if name not in known and name not in methods and set(nearest(name, [*known, *methods])) & known.keys():
+            raise unknown("strategy", name, known)
+    return any(name in known for name in names)
 
 
 def full_name(expression: str, strategy: str | None = None) -> str:
@@ -98,7 +102,7 @@ def make_clock(config: RunConfig, strategy: Strategy | None, federation: Federat
             if value != usual:
                 raise ConfigError(
                     f"clock.{name}={value} is for runs on a clock, and '{config.method}' names no strategy; "
-                    "give --async fedbuff, or leave it out"
+                    "give --async 'fedbuff(b=2)', or leave it out"
                 )
         return None
     _refuse_rounds(config)
@@ -108,8 +112,8 @@ def make_clock(config: RunConfig, strategy: Strategy | None, federation: Federat
         raise ConfigError(f"clock.concurrency={concurrency} but only {available} clients train; give at most that many")
     if strategy.buffer > available and not strategy.barrier:
         raise ConfigError(
-            f"'{strategy.name}' waits for {strategy.buffer} updates, more than the {available} clients that train "
-            f"can have under way; give b={available} or less"
+            f"'{strategy.name}' merges {strategy.buffer} updates at a time, and only {available} clients train: "
+            f"some would count twice in every version; give b={available} or less"
         )
     known = Clients(len(federation.clients), tuple(federation.client_names or ()))
     return Clock(strategy, make_schedule(clock.times, known), concurrency)

@@ -18,10 +18,11 @@ from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 from torch import Tensor
 
 from fednorm.core import rng
+from fednorm.core.expression import parse_term
 from fednorm.core.factories import Factories
 from fednorm.core.user_code import UserCode
-from fednorm.engines.clock.schedule_file import FILE, Row, read_rows
-from fednorm.errors import ConfigError
+from fednorm.engines.clock.schedule_file import FILE, LONGEST, Row, read_rows
+from fednorm.errors import ConfigError, unknown
 from fednorm.halves.wire_format import short
 
 Around = Literal["fixed", "exponential", "uniform"]
@@ -131,9 +132,9 @@ class Asked:
                 "the times of download, training and upload"
             ) from None
         for part, value in told._asdict().items():
-            if not 0 <= value < math.inf:  # also refuses NaN
+            if not 0 <= value <= LONGEST:  # also refuses NaN
                 raise ConfigError(
-                    f"schedule '{self.name}' gives client {client} a {part} of {value}; give 0 or more, and finite"
+                    f"schedule '{self.name}' gives client {client} a {part} of {value}; give 0 up to {LONGEST:g}"
                 )
         return told
 
@@ -210,6 +211,9 @@ def make_schedule(text: str, clients: Clients) -> Schedule:
     """
     if text.startswith(FILE):
         return Listed(read_rows(Path(text.removeprefix(FILE)), clients.count, clients.names))
+    name = parse_term(text, SCHEDULES.what, SCHEDULES.example).name
+    if name not in SCHEDULES.names:
+        raise unknown("schedule", name, [*SCHEDULES.names, f"{FILE}PATH"])
     return SCHEDULES.make(text, clients)[1]
 
 
@@ -219,8 +223,10 @@ def digest_of_file(schedule: Schedule) -> str:
 
 
 def _positive(name: str, option: str, value: float) -> float:
-    if not 0 < value < math.inf:  # also refuses NaN
-        raise ConfigError(f"schedule '{name}': {option}={value} is out of range; give a number above 0")
+    if not 0 < value <= LONGEST:  # also refuses NaN
+        raise ConfigError(
+            f"schedule '{name}': {option}={value} is out of range; give a number above 0, up to {LONGEST:g}"
+        )
     return value
 
 

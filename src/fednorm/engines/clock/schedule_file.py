@@ -24,6 +24,8 @@ from fednorm.files import read_bounded, refuse_depth
 FILE = "file:"
 REST = "*"
 PARTS = ("download", "compute", "upload")
+LONGEST = 1e12
+"""of a part of a job: times are added up, and stay exact enough to tell events apart"""
 _FORMS = (".json", ".toml", ".csv")
 
 
@@ -90,8 +92,10 @@ def _time(path: Path, client: str, part: str, value: Any) -> float:
         time = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError, OverflowError):
         time = math.nan
-    if not 0 <= time < math.inf:  # also refuses NaN
-        raise ConfigError(f"schedule '{path}', client {client}: {part}={value} is out of range; give 0 or more")
+    if not 0 <= time <= LONGEST:  # also refuses NaN
+        raise ConfigError(
+            f"schedule '{path}', client {client}: {part}={value} is out of range; give 0 up to {LONGEST:g}"
+        )
     return time
 
 
@@ -112,7 +116,7 @@ def _tables(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     except RecursionError:
         raise ConfigError(f"schedule '{path}' cannot be read: nested too deeply") from None
     except (ValueError, csv.Error) as error:
-        raise ConfigError(f"schedule '{path}' cannot be read: {first_line(error)}") from None
+        raise ConfigError(f"schedule '{path}' cannot be read: {first_line(error)}; mend the file there") from None
     clients = whole.get("clients") if isinstance(whole, dict) else None
     if not isinstance(clients, dict) or not all(isinstance(each, dict) for each in clients.values()):
         raise ConfigError(
