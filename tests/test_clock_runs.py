@@ -290,8 +290,8 @@ def test_a_schedule_of_a_user_is_tried_before_anything_is_written(takes: str, to
     ("text", "told"),
     [
         ("client,compute\n7,1\n*,1\n", "names client '7', which the run does not have; it has clients 0 to 4"),
-        ("client,compute\n*,nan\n", "client *: compute=nan is out of range; give 0 or more"),
-        ("client,compute\n*,-2\n", "client *: compute=-2 is out of range; give 0 or more"),
+        ("client,compute\n*,nan\n", "client *: compute=nan is out of range; give 0 up to 1e+12"),
+        ("client,compute\n*,-2\n", "client *: compute=-2 is out of range; give 0 up to 1e+12"),
     ],
 )
 def test_files_of_times_that_are_refused(text: str, told: str, tmp_path: Path) -> None:
