@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from fednorm.core.state import Tree
+from fednorm.engines.machine import usable_cores
 from fednorm.engines.stack.compiled import compiled, repays
 from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.in_place import write_in_place
@@ -21,7 +22,7 @@ from fednorm.engines.stack.kernels.element_ops import spread_into
 from fednorm.engines.stack.rounding import Rounded
 from fednorm.engines.stack.tracing import trace
 
-_COMPILERS = 8
+_COMPILERS = min(16, usable_cores())
 """Kernels compiled at a time; most of it is work outside Python."""
 _WARM_UP = 2  # torch's advice before a capture: libraries choose and allocate on their first calls
 
