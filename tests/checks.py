@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,10 +85,8 @@ class Spy:
     train: Train
     log: list[Exchange] = field(default_factory=list)
 
-    def __call__(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
-        outcomes = list(self.train(phase, numbers, jobs, probing))
+    def __call__(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
+        outcomes = list(self.train(phase, jobs, probing))
         self.log.append(Exchange(phase, jobs, outcomes))
         return iter(outcomes)
 

@@ -53,11 +53,9 @@ class Recording(SequentialEngine):
     def __post_init__(self) -> None:
         super().__init__(self.plan)
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         self.groups.append([(job.client, job.first_batch) for job in jobs])
-        yield from super().train(phase, numbers, jobs, probing)
+        yield from super().train(phase, jobs, probing)
 
 
 def plan(method: str = "fedavg", **changes: Any) -> Plan:
@@ -276,12 +274,10 @@ def test_whom_a_round_on_the_clock_draws_is_whom_a_round_draws() -> None:
 class Broken(SequentialEngine):
     """Client 2's training fails."""
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         if any(job.client == 2 for job in jobs):
             raise UserCodeError("no such thing")
-        yield from super().train(phase, numbers, jobs, probing)
+        yield from super().train(phase, jobs, probing)
 
 
 def test_a_client_that_fails_ends_the_run_or_is_gone_without() -> None:

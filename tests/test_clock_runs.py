@@ -361,7 +361,7 @@ def test_a_client_whose_training_fails_costs_its_own_updates_where_there_is_a_qu
 
 
 def test_those_who_are_trained_for_a_checkpoint_are_trained_as_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may ask for their updates before one is written, in which they are kept."""
+    """Of clients of two stages nobody may ask for those of one before it is written, in which they are kept."""
     seen, commits = list[tuple[bool, bool]](), list[bool]()
     real, commit = StackTrainer._train_stack, ClockRun._commit
 
@@ -376,7 +376,8 @@ def test_those_who_are_trained_for_a_checkpoint_are_trained_as_all_are(monkeypat
 
     monkeypatch.setattr(StackTrainer, "_train_stack", train)
     monkeypatch.setattr(ClockRun, "_commit", committing)
-    played(plan("fedbuff(b=1)", engine__name="stacked", engine__checkpoint_every=1, train__schedule="cosine"))
+    saved = {"engine__name": "stacked", "engine__checkpoint_every": 1}
+    played(plan("fedbuff(b=1)+fixbn(at=0.5)", rounds=12, clock__concurrency=5, **saved))
     assert set(seen) == {(True, True), (False, True)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -74,12 +74,10 @@ class Spy:
         self.train = train
         self.log: list[tuple[PreparedPhase, list[Job], list[Outcome]]] = []
 
-    def __call__(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def __call__(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         # Clients in lock-step are one stack, whose order is the server's to choose; only their arrival is turned round.
         asked = list(jobs) if phase.phase.lockstep else list(reversed(jobs))
-        outcomes = list(self.train(phase, numbers, asked, probing))
+        outcomes = list(self.train(phase, asked, probing))
         self.log.append((phase, list(jobs), outcomes))
         return iter(reversed(outcomes))
 

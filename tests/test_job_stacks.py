@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -56,6 +56,18 @@ def gap(one: Tree, other: Tree) -> float:
     return max((float((one[key].double() - other[key].double()).abs().max()) for key in one), default=0.0)
 
 
+class Recorded(StackedEngine):
+    """An engine that remembers who was trained with whom."""
+
+    def __init__(self, runs: Sequence[Plan], together: list[list[int]]) -> None:
+        super().__init__(runs, stays=False)
+        self.together = together
+
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
+        self.together.append([job.client for job in jobs])
+        return super().train(phase, jobs, probing)
+
+
 METHODS = [
     "fedavg",
     "fedbn",
@@ -90,6 +102,30 @@ def test_stacks_come_in_few_sizes_and_are_used_again() -> None:
     assert {each.rows for each in stacks.values()} <= {1, 2, 4, 8}
     assert max(each.turn for each in stacks.values()) > 3
     assert all(each._programs.keys() == {"step of everybody"} for each in stacks.values())
+
+
+@pytest.mark.parametrize("devices", [{"cpu"}, set()], ids=["programs", "step by step"])
+def test_clients_of_other_versions_have_rates_of_their_own(devices: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate that falls with every version."""
+    monkeypatch.setattr("fednorm.engines.stack.jobs.DEVICES", devices)
+    changes = {"train__schedule": "cosine", "train__momentum": 0.9}
+    tree, _ = played(
+        plan("fixbn(at=0.5)", UNEQUAL, **changes), SequentialEngine(plan("fixbn(at=0.5)", UNEQUAL, **changes))
+    )
+    engine = StackedEngine([made := plan("fixbn(at=0.5)", UNEQUAL, **changes)], stays=False)
+    other, _ = played(made, engine)
+    assert bool(engine._jobs._programs) == bool(devices)
+    assert gap(tree, other) < 1e-10
+
+
+def test_a_rate_that_falls_leaves_stacks_as_they_are() -> None:
+    def stacks(schedule: str) -> list[list[int]]:
+        together = list[list[int]]()
+        made = plan("fedavg", EQUAL, rounds=12, train__schedule=schedule)
+        played(made, Recorded([made], together))
+        return together
+
+    assert stacks("cosine") == stacks("constant")
 
 
 def test_stack_operators_serve_them_too() -> None:
@@ -187,20 +223,6 @@ def test_a_client_of_a_stack_that_cannot_be_used_is_named(engine: Callable[[Sequ
     came = [arrival for _ in range(12) for arrival in clock.advance()]
     assert {arrival.client for arrival in came if arrival.refused} == {3}
     assert {arrival.refused for arrival in came} == {"", "'0.weight' is not finite"}
-
-
-class Recorded(StackedEngine):
-    """An engine that remembers who was trained with whom."""
-
-    def __init__(self, runs: Sequence[Plan], together: list[list[int]]) -> None:
-        super().__init__(runs, stays=False)
-        self.together = together
-
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
-        self.together.append([job.client for job in jobs])
-        return super().train(phase, numbers, jobs, probing)
 
 
 @pytest.mark.parametrize("worth", [3, 100])

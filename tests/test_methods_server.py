@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
 def trained(made: Plan, round: int, jobs: Sequence[Job]) -> list[Outcome]:
     """What the first phase of a plan makes of some clients' work in a round."""
     phase = made.phases[0]
-    return list(SequentialEngine(made).train(phase, made.numbers(phase.id, round), jobs))
+    numbers = made.numbers(phase.id, round)
+    return list(SequentialEngine(made).train(phase, [replace(job, numbers=numbers) for job in jobs]))
 
 
 # -- FedBS --

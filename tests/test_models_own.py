@@ -89,9 +89,9 @@ def test_another_process_draws_the_same_bits(name: str) -> None:
     there, phases = from_message(to_message(made))
     (id, phase), numbers = next(iter(phases.items())), made.numbers(next(iter(phases)), 1)
     starts = phase.starts(made.initial(), [{}] * 3, made.device)
-    jobs = [made.job(phase, client, start, 0) for client, start in enumerate(starts)]
-    mine = list(SequentialEngine(made).train(made.phase(id), numbers, jobs))
-    theirs = list(SequentialEngine(there).train(phase, numbers, jobs[::-1]))[::-1]
+    jobs = [made.job(phase, client, start, 0, numbers) for client, start in enumerate(starts)]
+    mine = list(SequentialEngine(made).train(made.phase(id), jobs))
+    theirs = list(SequentialEngine(there).train(phase, jobs[::-1]))[::-1]
     assert [digest(each.update.shared) for each in mine] == [digest(each.update.shared) for each in theirs]
 
 

@@ -52,8 +52,9 @@ class Learned:
 def arrivals(plan: Plan) -> list[Arrived]:
     """Every client's model after its local work on the model as it starts."""
     phase, start = plan.phase(PhaseId(Purpose.TRAIN)), plan.initial()
-    jobs = [plan.job(phase, client, phase.start(start, {}, plan.device), 0) for client in range(CLIENTS)]
-    updates = [done.update for done in Trainer(plan).train(phase, plan.numbers(phase.id, 1), jobs)]
+    sent, numbers = phase.start(start, {}, plan.device), plan.numbers(phase.id, 1)
+    jobs = [plan.job(phase, client, sent, 0, numbers) for client in range(CLIENTS)]
+    updates = [done.update for done in Trainer(plan).train(phase, jobs)]
     return [Arrived(n, 0, 0, each.report, each.shared, each.reported, start, {}) for n, each in enumerate(updates)]
 
 

@@ -123,9 +123,9 @@ def test_a_stack_in_bf16_does_not_fall_back() -> None:
     made = tiny.plan(model=tiny.Choosy())
     phase = made.phases[0]
     starts = phase.starts(made.initial(), [{}] * 3, made.device)
-    jobs = [made.job(phase, client, start, 0) for client, start in enumerate(starts)]
+    jobs = [made.job(phase, client, start, 0, made.numbers(phase.id, 1)) for client, start in enumerate(starts)]
     with pytest.raises(ConfigError) as refusal:
-        list(StackTrainer(made, made, "bf16").train(phase, made.numbers(phase.id, 1), jobs))
+        list(StackTrainer(made, made, "bf16").train(phase, jobs))
     assert str(refusal.value).startswith("stacked engine: the model cannot be mapped over clients (vmap: It looks")
     assert str(refusal.value).endswith("), and other ways of training have no bf16; give engine.precision=tf32 or fp32")
 

@@ -28,9 +28,10 @@ def test_a_layer_that_changes_its_weight_in_place_leaves_the_server_alone() -> N
     phase = made.phases[0]
     server = made.initial()
     before = digest(server)
-    jobs = [made.job(phase, client, phase.start(server, {}, made.device), 0) for client in (0, 1)]
+    numbers = made.numbers(phase.id, 1)
+    jobs = [made.job(phase, client, phase.start(server, {}, made.device), 0, numbers) for client in (0, 1)]
     assert all(job.num_steps == 2 and job.start[key] is server[key] for job in jobs for key in phase.sent)
-    outcomes = list(SequentialEngine(made).train(phase, made.numbers(phase.id, 1), jobs))
+    outcomes = list(SequentialEngine(made).train(phase, jobs))
     assert digest(server) == before
     assert all(digest(outcome.update.shared) != before for outcome in outcomes)
 
@@ -60,13 +61,13 @@ def test_torchs_own_generator_is_seeded_by_run_client_and_place() -> None:
         made = tiny.plan(model=nn.Sequential(nn.Flatten(), Foreign(), nn.Linear(36, 3)).double(), seed=seed)
         phase = made.phases[0]
         jobs = [
-            made.job(phase, client, phase.start(made.initial(), {}, made.device), first)
+            made.job(phase, client, phase.start(made.initial(), {}, made.device), first, made.numbers(phase.id, 1))
             for client in (0, 1)
             for first in (0, 2)
         ]
         engine = SequentialEngine(made)
         Foreign.seeds.clear()
-        list(engine.train(phase, made.numbers(phase.id, 1), jobs))
+        list(engine.train(phase, jobs))
         return Foreign.seeds[-8::2]  # two steps each, under one seed; what came before was a try
 
     before = torch.default_generator.initial_seed()

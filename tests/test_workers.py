@@ -44,7 +44,7 @@ EQUAL = tiny.federation((8, 8, 8, 8))
 def jobs(made: Plan, phase: PreparedPhase) -> list[Job]:
     starts = phase.starts(made.initial(), [{}] * len(made.federation.training_clients), made.device)
     clients = zip(made.federation.training_clients, starts, strict=True)
-    return [made.job(phase, client, start, 0) for client, start in clients]
+    return [made.job(phase, client, start, 0, made.numbers(phase.id, 1)) for client, start in clients]
 
 
 def chosen(made: Plan, remembered: str | None = None) -> tuple[str, Engine]:
@@ -61,11 +61,11 @@ def test_a_plan_survives_the_way_to_another_process(method: str) -> None:
     assert tuple(phases) == message.phases
     assert phases
     for id, phase in phases.items():
-        own, numbers = made.phase(id), made.numbers(id, 1)
+        own = made.phase(id)
         if own.phase.lockstep or made.method.data == "union":
             continue
-        mine = list(SequentialEngine(made).train(own, numbers, jobs(made, own)))
-        theirs = list(SequentialEngine(there).train(phase, numbers, jobs(made, own)))
+        mine = list(SequentialEngine(made).train(own, jobs(made, own)))
+        theirs = list(SequentialEngine(there).train(phase, jobs(made, own)))
         for left, right in zip(mine, theirs, strict=True):
             assert left.update.report == right.update.report
             sent = (left.update.shared, right.update.shared), (left.update.reported, right.update.reported)
@@ -144,9 +144,8 @@ def test_an_error_that_cannot_travel_arrives_as_text() -> None:
 def test_a_killed_worker_is_noticed_and_replaced() -> None:
     made = tiny.plan(engine__name="workers", engine__workers=1)
     phase = made.phases[0]
-    numbers = made.numbers(phase.id, 1)
     engine = WorkersEngine(made, 1)
-    outcomes = engine.train(phase, numbers, jobs(made, phase))
+    outcomes = engine.train(phase, jobs(made, phase))
     next(outcomes)
     assert engine._crew is not None
     os.kill(engine._crew.pids[0], signal.SIGKILL)
@@ -154,8 +153,8 @@ def test_a_killed_worker_is_noticed_and_replaced() -> None:
     with pytest.raises(FednormError, match=text):
         list(outcomes)
     assert multiprocessing.active_children() == []
-    reference = {o.update.client: o.update for o in SequentialEngine(made).train(phase, numbers, jobs(made, phase))}
-    for outcome in engine.train(phase, numbers, jobs(made, phase)):
+    reference = {o.update.client: o.update for o in SequentialEngine(made).train(phase, jobs(made, phase))}
+    for outcome in engine.train(phase, jobs(made, phase)):
         shared = reference[outcome.update.client].shared
         assert all(torch.equal(value, shared[key]) for key, value in outcome.update.shared.items())
     del engine, outcomes

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,8 @@ class Chaos(PlainEngine):
         self.round = orders[0].exchange.round
         return super().exchange(orders)
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
-        for outcome in self.inner.train(phase, numbers, jobs, probing):
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
+        for outcome in self.inner.train(phase, jobs, probing):
             yield from self.spoil(self.round, outcome)
 
     def close(self) -> None:

@@ -129,9 +129,7 @@ class Engine(Protocol):
         """Where a run's server state lies from now on."""
         ...
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         """The outcomes of clients' work, in any order, without a merge."""
         ...
 
@@ -158,9 +156,7 @@ class PlainEngine:
     def ahead(self, phase: PreparedPhase) -> int:
         return 0
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         """The outcomes of clients' work, in any order."""
         raise NotImplementedError
 
@@ -192,7 +188,7 @@ def play_plainly(order: Order, train: Train, tolerant: Tolerant | None = None) -
     starts = phase.starts(server.tree, [states[client].tree for client in here], sites.device)
     shares = exchange.shares
     jobs = {
-        client: sites.job(phase, client, start, states[client].steps, shares.get(client, 1.0))
+        client: sites.job(phase, client, start, states[client].steps, exchange.numbers, shares.get(client, 1.0))
         for client, start in zip(here, starts, strict=True)
     }
     asked = (tolerant or one_by_one(train, name)) if server.tolerates else train
@@ -203,7 +199,7 @@ def play_plainly(order: Order, train: Train, tolerant: Tolerant | None = None) -
         """Train clients of this process, and say in JSON values what all must know of them."""
         nonlocal stacks
         with UserCode(name):  # here, so that every rank is told whose mistake it was
-            came, missing = received(asked(phase, exchange.numbers, some, order.probing) if some else (), some)
+            came, missing = received(asked(phase, some, order.probing) if some else (), some)
         stacks = Stacks([outcome.update.shared for outcome in came])
         own = [jobs[outcome.update.client] for outcome in came]
         refused = flaws_of_outcomes(sites, phase, server.tree, came, own, stacks)

@@ -179,15 +179,15 @@ def _jobs_to_time(sites: Sites, clients: int, steps: int) -> tuple[PreparedPhase
     chosen = (UNION,) if sites.method.sees_union(phase.phase) else sites.batches.pool.clients[:clients]
     start = phase.start(sites.initial(), {}, sites.device)
     counts = {client: tuple(min(steps, own) for own in sites.steps(client, phase)) for client in chosen}
-    return phase, [Job(client, start, 0, counts[client]) for client in chosen]
+    numbers = sites.numbers(phase.id, 1)
+    return phase, [Job(client, start, 0, counts[client], numbers) for client in chosen]
 
 
 def seconds_of_step(sites: Sites, engine: Engine, clients: int, steps: int) -> float:
     """Seconds of a step, in a phase of some clients that take some steps."""
     phase, jobs = _jobs_to_time(sites, clients, steps)
-    numbers = sites.numbers(phase.id, 1)
     started = time.perf_counter()
     with UserCode(sites.prepared.name):
-        for _ in engine.train(phase, numbers, jobs):
+        for _ in engine.train(phase, jobs):
             pass
     return (time.perf_counter() - started) / sum(job.num_steps for job in jobs)

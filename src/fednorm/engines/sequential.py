@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -21,24 +21,20 @@ class SequentialEngine(PlainEngine):
         self.sites = sites
         self._trainer = Trainer(sites)
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         if not phase.phase.lockstep:
-            yield from self._trainer.train(phase, numbers, jobs, probing)
+            yield from self._trainer.train(phase, jobs, probing)
             return
         cohort = self._trainer.begin(phase, jobs)
-        self._step_together(phase, numbers, cohort, probing)
-        yield from self._trainer.finish(phase, numbers, cohort, probing)
+        self._step_together(phase, cohort, probing)
+        yield from self._trainer.finish(phase, cohort, probing)
 
-    def _step_together(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], cohort: Sequence[Training], probing: bool
-    ) -> None:
+    def _step_together(self, phase: PreparedPhase, cohort: Sequence[Training], probing: bool) -> None:
         """The first steps of a cohort in lock-step, as one small stack: a mean over the clients needs them all."""
         (only,) = phase.passes
         batches, model = self.sites.batches, self.sites.prepared.model
         together = mapped_step(self.sites, only, probing)
-        clients = [client.job.client for client in cohort]
+        clients, numbers = [client.job.client for client in cohort], cohort[0].job.numbers
         with training_mode(model, only.rule.hold):
             set_lockstep(model, True)
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fednorm.core.user_code import described, is_users, user_error
@@ -26,8 +26,8 @@ class Failure:
         return cls(client, f"its training failed ({text})")
 
 
-Train = Callable[[PreparedPhase, Mapping[str, float], Sequence[Job], bool], Iterator[Outcome]]
-Tolerant = Callable[[PreparedPhase, Mapping[str, float], Sequence[Job], bool], Iterator[Outcome | Failure]]
+Train = Callable[[PreparedPhase, Sequence[Job], bool], Iterator[Outcome]]
+Tolerant = Callable[[PreparedPhase, Sequence[Job], bool], Iterator[Outcome | Failure]]
 
 
 def one_by_one(train: Train, model: str) -> Tolerant:
@@ -37,21 +37,15 @@ def one_by_one(train: Train, model: str) -> Tolerant:
     nobody can do without the others.
     """
 
-    def tolerant(
-        phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
-    ) -> Iterator[Outcome | Failure]:
+    def tolerant(phase: PreparedPhase, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome | Failure]:
         try:
-            begun = train(phase, numbers, jobs, probing)  # now, since an engine may work on until somebody asks
+            begun = train(phase, jobs, probing)  # now, since an engine may work on until somebody asks
         except Exception as error:
             begun = _raising(error)
-        return outcomes(begun, phase, numbers, jobs, probing)
+        return outcomes(begun, phase, jobs, probing)
 
     def outcomes(
-        begun: Iterator[Outcome],
-        phase: PreparedPhase,
-        numbers: Mapping[str, float],
-        jobs: Sequence[Job],
-        probing: bool,
+        begun: Iterator[Outcome], phase: PreparedPhase, jobs: Sequence[Job], probing: bool
     ) -> Iterator[Outcome | Failure]:
         waiting = {job.client: job for job in jobs}
         try:
@@ -64,7 +58,7 @@ def one_by_one(train: Train, model: str) -> Tolerant:
                 raise
         for job in waiting.values():
             try:
-                yield from train(phase, numbers, [job], probing)
+                yield from train(phase, [job], probing)
             except Exception as error:
                 if is_the_runs(error):
                     raise

@@ -15,7 +15,7 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker, util
@@ -66,29 +66,25 @@ class WorkersEngine(PlainEngine):
         self._here = SequentialEngine(sites)
         self._crew: Crew | None = None
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         alone = phase.phase.lockstep or len(jobs) == 1 or self.fell_back
         crew = None if alone else self._crew or self._start()
         if crew is None or not crew.knows(phase):
-            yield from self._here.train(phase, numbers, jobs, probing)
+            yield from self._here.train(phase, jobs, probing)
             return
-        for done in self._with_crew(crew, phase, numbers, jobs, probing, tolerant=False):
+        for done in self._with_crew(crew, phase, jobs, probing, tolerant=False):
             if isinstance(done, Outcome):
                 yield done
 
-    def train_tolerantly(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
-    ) -> Iterator[Outcome | Failure]:
+    def train_tolerantly(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome | Failure]:
         """The same, where a client whose training fails, or whose process ends, is named and lost alone.
 
         Not even a single one is trained in this process, which it might end.
         """
         crew = None if phase.phase.lockstep or self.fell_back else self._crew or self._start()
         if crew is None or not crew.knows(phase):
-            return one_by_one(self._here.train, self.sites.prepared.name)(phase, numbers, jobs, probing)
-        return self._with_crew(crew, phase, numbers, jobs, probing, tolerant=True)
+            return one_by_one(self._here.train, self.sites.prepared.name)(phase, jobs, probing)
+        return self._with_crew(crew, phase, jobs, probing, tolerant=True)
 
     def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
         return [attempt(play_plainly, order, self.train, self.train_tolerantly) for order in orders]
@@ -97,14 +93,13 @@ class WorkersEngine(PlainEngine):
         self,
         crew: Crew,
         phase: PreparedPhase,
-        numbers: Mapping[str, float],
         jobs: Sequence[Job],
         probing: bool,
         *,
         tolerant: bool,
     ) -> Iterator[Outcome | Failure]:
         try:
-            yield from crew.train(phase, numbers, jobs, probing, tolerant)
+            yield from crew.train(phase, jobs, probing, tolerant)
         except BaseException:  # also an interrupt, or a caller that listens no more: workers are in the middle of it
             self.close()
             raise
@@ -181,7 +176,6 @@ class Crew:
     def train(
         self,
         phase: PreparedPhase,
-        numbers: Mapping[str, float],
         jobs: Sequence[Job],
         probing: bool,
         tolerant: bool = False,
@@ -196,7 +190,7 @@ class Crew:
         def give(worker: Worker) -> None:
             job = waiting.popleft()
             try:
-                self._send(worker, phase, numbers, job, probing)
+                self._send(worker, phase, job, probing)
             except WorkerLost:
                 if not tolerant:
                     raise
@@ -250,15 +244,13 @@ class Crew:
         worker.process, worker.pipe = _start(self._message, worker.slots)
         self._receive(worker, "while it started")
 
-    def _send(
-        self, worker: Worker, phase: PreparedPhase, numbers: Mapping[str, float], job: Job, probing: bool
-    ) -> None:
+    def _send(self, worker: Worker, phase: PreparedPhase, job: Job, probing: bool) -> None:
         slot = worker.free_slot
         for key, view in self._slot(worker, slot, phase).items():
             view.copy_(job.start[key])
         worker.clients.append((job.client, slot))
         try:
-            worker.pipe.send((slot, phase.id, dict(numbers), job.client, job.first_batch, job.steps, probing))
+            worker.pipe.send((slot, phase.id, job.client, job.first_batch, job.steps, dict(job.numbers), probing))
         except OSError:
             raise _lost(worker, f"before client {job.client}") from None
 
@@ -358,12 +350,12 @@ def _serve(pipe: connection.Connection, message: WorkerMessage, slots: tuple[Ten
     views = [{id: slot_views(slot, phase.schema) for id, phase in phases.items()} for slot in slots]
     while True:
         try:
-            slot, id, numbers, client, first_batch, steps, probing = pipe.recv()
+            slot, id, client, first_batch, steps, numbers, probing = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            job = Job(client, views[slot][id], first_batch, steps)
-            (done,) = trainer.train(phases[id], numbers, [job], probing)
+            job = Job(client, views[slot][id], first_batch, steps, numbers)
+            (done,) = trainer.train(phases[id], [job], probing)
             _write(views[slot][id], done)
             pipe.send((done.update.report, dict(done.update.probed)))
         except Exception as error:

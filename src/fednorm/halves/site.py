@@ -84,9 +84,17 @@ class Sites(Agreed):
         """The batch a client goes on with; a pass over its data starts with an epoch, to see every example once."""
         return used - used % self.batches.per_epoch(client) if phase.phase.work == "epoch" else used
 
-    def job(self, phase: PreparedPhase, client: int, start: Tree, used: int, share: float = 1.0) -> Job:
-        """A client's work in a phase, after this many batches of its life."""
-        return Job(client, start, self.first_batch(phase, client, used), self.steps(client, phase, share))
+    def job(
+        self,
+        phase: PreparedPhase,
+        client: int,
+        start: Tree,
+        used: int,
+        numbers: Mapping[str, float],
+        share: float = 1.0,
+    ) -> Job:
+        """A client's work in a phase, after this many batches of its life, by the numbers of a round."""
+        return Job(client, start, self.first_batch(phase, client, used), self.steps(client, phase, share), numbers)
 
     def with_own_model(self) -> Self:
         """The same with a copy of the model: layers may count their calls, and an engine may replace some."""
@@ -182,8 +190,8 @@ class Site:
         mine = self.settled(request, mine)
         before = mine.accepted
         start = phase.start(request.tree, before.tree, self.sites.device)
-        job = self.sites.job(phase, self.client, start, before.steps)
-        (done,) = self._trainer.train(phase, request.numbers, [job], request.probing)
+        job = self.sites.job(phase, self.client, start, before.steps, request.numbers)
+        (done,) = self._trainer.train(phase, [job], request.probing)
         update = replace(done.update, address=request.address)
         after = state_after(phase, before, job.num_steps, done.kept)
         if request.purpose is Purpose.QUERY or after is None:

@@ -39,6 +39,8 @@ class Job:
     start: Tree
     first_batch: int
     steps: tuple[int, ...]
+    numbers: Mapping[str, float]
+    """of its steps; all clients of a round have the same, on a clock each those of the version it was sent"""
 
     @property
     def num_steps(self) -> int:
@@ -101,24 +103,20 @@ class Trainer:
         self._made: dict[tuple[PhaseId, int, bool], Step] = {}
         """the steps of the passes that were played, with and without probes"""
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         """The outcomes of some clients' work, in the order of the jobs."""
         for some in _bunches(jobs):
-            yield from self._train_some(phase, numbers, some, probing)
+            yield from self._train_some(phase, some, probing)
 
-    def _train_some(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
-    ) -> list[Outcome]:
+    def _train_some(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool) -> list[Outcome]:
         try:
-            return self.finish(phase, numbers, self.begin(phase, jobs), probing)
+            return self.finish(phase, self.begin(phase, jobs), probing)
         except RuntimeError:
             if not self._channels_last:
                 raise
         # A model that calls `view` on its activations depends on their layout; any other error comes again.
         self._channels_last = False
-        return self.finish(phase, numbers, self.begin(phase, jobs), probing)
+        return self.finish(phase, self.begin(phase, jobs), probing)
 
     def begin(self, phase: PreparedPhase, jobs: Sequence[Job]) -> list[Training]:
         """Clients at the start of their work, with copies of their own: layers may change what they hold in place."""
@@ -129,9 +127,7 @@ class Trainer:
         owns = ({key: laid.get(id(value), value).clone() for key, value in job.start.items()} for job in jobs)
         return [Training(job, phase.passes[0].carry(own)) for job, own in zip(jobs, owns, strict=True)]
 
-    def finish(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], cohort: Sequence[Training], probing: bool
-    ) -> list[Outcome]:
+    def finish(self, phase: PreparedPhase, cohort: Sequence[Training], probing: bool) -> list[Outcome]:
         """Train each client to its end, pass by pass."""
         for number, each in enumerate(phase.passes):
             step = self._step(phase, number, probing)
@@ -140,14 +136,11 @@ class Trainer:
                     client.passed = number
                     client.carry = next_pass(each, client.carry, client.job.start)
             with training_mode(self.sites.prepared.model, each.rule.hold):
-                self._steps(phase, step, numbers, cohort)
+                self._steps(phase, step, cohort)
         # One question for all: on a GPU it waits, on a CPU it is a call.
         lost = torch.stack([loss for client in cohort for loss in client.losses])
         losses = iter(cast(list[float], lost.tolist()))  # pyright: ignore[reportUnknownMemberType]
-        return [
-            self._outcome(phase, numbers, client, list(islice(losses, len(client.losses))), probing)
-            for client in cohort
-        ]
+        return [self._outcome(phase, client, list(islice(losses, len(client.losses))), probing) for client in cohort]
 
     def _step(self, phase: PreparedPhase, number: int, probing: bool) -> Step:
         """The step of a pass; it knows where the model holds its tensors, which is looked for once."""
@@ -157,9 +150,7 @@ class Trainer:
             self._made[name] = each.step(self.sites.step_spec(each, probing))
         return self._made[name]
 
-    def _steps(
-        self, phase: PreparedPhase, step: Step, numbers: Mapping[str, float], cohort: Sequence[Training]
-    ) -> None:
+    def _steps(self, phase: PreparedPhase, step: Step, cohort: Sequence[Training]) -> None:
         sites, layout = self.sites, self._layout(phase)
         batches, seed = sites.batches, sites.work.seed
         seeds = [rng.seed(seed, "torch", each.job.client, each.job.first_of(each.passed)) for each in cohort]
@@ -177,7 +168,7 @@ class Trainer:
                 for _, key in taken:
                     x, y = next(examples)
                     x = x.contiguous(memory_format=layout) if x.dim() == 4 else x
-                    client.take(*step(client.carry, Batch(x, y, key), numbers))
+                    client.take(*step(client.carry, Batch(x, y, key), client.job.numbers))
 
     def _layout(self, phase: PreparedPhase) -> torch.memory_format:
         """How images and filters lie."""
@@ -187,13 +178,12 @@ class Trainer:
     def _outcome(
         self,
         phase: PreparedPhase,
-        numbers: Mapping[str, float],
         client: Training,
         losses: Sequence[float],
         probing: bool,
     ) -> Outcome:
         end = {key: value.contiguous() for key, value in client.carry.tree.items()}
-        return outcome(self.sites, phase, numbers, client.job, end, losses, client.probed if probing else None)
+        return outcome(self.sites, phase, client.job, end, losses, client.probed if probing else None)
 
 
 def next_pass(each: PreparedPass, carry: Carry, start: Tree) -> Carry:
@@ -204,7 +194,6 @@ def next_pass(each: PreparedPass, carry: Carry, start: Tree) -> Carry:
 def outcome(
     sites: Sites,
     phase: PreparedPhase,
-    numbers: Mapping[str, float],
     job: Job,
     end: Tree,
     losses: Sequence[float],
@@ -217,7 +206,7 @@ def outcome(
         together = None  # a closing may change what its client ends with
     for each, steps in zip(phase.passes, job.steps, strict=True):
         for closing in each.rule.closings:
-            end = {**end, **closing(end, job.start, {**numbers, "steps": float(steps)}, facts)}
+            end = {**end, **closing(end, job.start, {**job.numbers, "steps": float(steps)}, facts)}
     measured = {name: measure(end, job.start, facts) for name, measure in phase.phase.measures.items()}
     report = Report(
         client=job.client,

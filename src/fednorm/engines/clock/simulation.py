@@ -179,10 +179,9 @@ class Simulation:
         return [each for each in self._queue.coming()[:most] if each.flight.number in untrained]
 
     def _ask(self, some: Sequence[UnderWay]) -> None:
-        groups: dict[tuple[PhaseId, tuple[tuple[str, float], ...]], list[dict[int, UnderWay]]] = {}
+        groups: dict[PhaseId, list[dict[int, UnderWay]]] = {}
         for each in sorted(some, key=lambda each: each.flight.number):
-            alike = (each.flight.phase, tuple(sorted(self.server.numbers(each.flight).items())))
-            rows = groups.setdefault(alike, [])
+            rows = groups.setdefault(each.flight.phase, [])
             client = each.flight.client
             # An engine tells outcomes apart by their clients, and one may have two jobs.
             row = next((row for row in rows if client not in row), None)
@@ -190,12 +189,12 @@ class Simulation:
                 rows.append({client: each})
             else:
                 row[client] = each
-        for (id, numbers), rows in groups.items():
+        for id, rows in groups.items():
             phase = self.sites.phase(id)
             for row in rows:
                 row = dict(sorted(row.items()))  # as outcomes are looked at, which may be rows of a stack
                 jobs = self._jobs(phase, row)
-                outcomes = self._train(phase, dict(numbers), list(jobs.values()), False)
+                outcomes = self._train(phase, list(jobs.values()), False)
                 asked = frozenset(each.flight.number for each in row.values())
                 self._asked.append(Asked(asked, Training(phase, row, jobs, outcomes)))
 
@@ -251,7 +250,10 @@ class Simulation:
         for version, some in versions.items():
             trees = [own[client].tree for client in some]
             starts |= zip(some, phase.starts(self.server.base(version), trees, sites.device), strict=True)
-        return {client: sites.job(phase, client, starts[client], each.used) for client, each in under_way.items()}
+        return {
+            client: sites.job(phase, client, starts[client], each.used, self.server.numbers(each.flight))
+            for client, each in under_way.items()
+        }
 
     def _keep(self, each: UnderWay, trained: Trained) -> None:
         """Let what a client did count."""

@@ -7,7 +7,7 @@ played on a stream of their own: who asked goes on, and what it asks the GPU for
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -147,16 +147,14 @@ class JobStacks:
         """Whether a phase's work may be a program, and none of it has shown that it cannot."""
         return self.may_train(phase) and phase.id not in self._refused
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], otherwise: Train
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], otherwise: Train) -> Iterator[Outcome]:
         """The outcomes of clients' work, which is under way when this returns; what cannot be a program is not."""
         begun: list[Begun] = []
         waiting = list(jobs)
         while waiting and self.can_train(phase):
             part = waiting[: min(self._most, power_of_2(len(waiting) + 1) // 2)]
             try:
-                begun.append(self._begin(phase, numbers, part))
+                begun.append(self._begin(phase, part))
             except FednormError:
                 raise
             except Exception as error:  # of tracing, compiling, capturing or the model, which then comes again
@@ -164,21 +162,20 @@ class JobStacks:
                 continue
             self._ways.works(phase)
             waiting = waiting[len(part) :]
-        return self._outcomes(phase, numbers, begun, waiting, otherwise)
+        return self._outcomes(phase, begun, waiting, otherwise)
 
     def _outcomes(
         self,
         phase: PreparedPhase,
-        numbers: Mapping[str, float],
         begun: Sequence[Begun],
         waiting: Sequence[Job],
         otherwise: Train,
     ) -> Iterator[Outcome]:
         for stack in begun:
             for job, end, losses in stack.trained():
-                yield outcome(self.sites, phase, numbers, job, end, losses, None, stack.states)
+                yield outcome(self.sites, phase, job, end, losses, None, stack.states)
         if waiting:
-            yield from otherwise(phase, numbers, waiting, False)
+            yield from otherwise(phase, waiting, False)
 
     @contextmanager
     def _aside(self) -> Generator[None]:
@@ -218,24 +215,22 @@ class JobStacks:
         if isinstance(error, NotAProgram | ChangesItself) or not self._ways.next(phase, error):
             self._refused.add(phase.id)
 
-    def _begin(self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job]) -> Begun:
+    def _begin(self, phase: PreparedPhase, jobs: Sequence[Job]) -> Begun:
         batches = self.sites.batches
         steps = power_of_2(max(job.num_steps for job in jobs))
         table = Table.of(batches, [(job.client, job.first_batch, job.num_steps) for job in jobs], steps)
         with self._aside():
-            program = self._program(phase, numbers, len(jobs), steps, table.rows.shape[-1])
+            program = self._program(phase, list(jobs[0].numbers), len(jobs), steps, table.rows.shape[-1])
             program.launches = [_in_order(launch, len(jobs)) for launch in table.launches()]
             drawn: Drawn = (table.rows, table.keys, table.draws)
-            program.send(program.flat({**_message(numbers, drawn), **table.message(program.launches)})[0])
+            program.send(program.flat({**_message(jobs, drawn), **table.message(program.launches)})[0])
             starts = program.begin([job.start for job in jobs])
             program.play()
             # Apart from where the next ones begin.
             ends = {key: value.clone(memory_format=torch.contiguous_format) for key, value in program.ends.items()}
             return Begun(jobs, Together([job.client for job in jobs], starts, ends), LogCopy(program.losses))
 
-    def _program(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], clients: int, steps: int, size: int
-    ) -> JobProgram:
+    def _program(self, phase: PreparedPhase, numbers: Sequence[str], clients: int, steps: int, size: int) -> JobProgram:
         way = self._ways.of(phase)
         key = (way, phase.id, clients, steps, size)
         if key not in self._programs:
@@ -243,18 +238,17 @@ class JobStacks:
             server = RowMatrix({each: entry for each, (entry, _) in phase.schema.items()}, channels_last)
             self._programs[key] = JobProgram(
                 self.sites, phase, {}, {"server": server}, self.sites.batches,
-                numbers=list(numbers), runs=1, memory=frozenset[str](), clients=clients,
+                numbers=numbers, runs=1, memory=frozenset[str](), clients=clients,
                 steps=steps, batch_size=size, log_rows=1, keep=False, way=way,
             )  # fmt: skip
         return self._programs[key]
 
 
-def _message(numbers: Mapping[str, float], drawn: Drawn) -> dict[str, Tensor]:
+def _message(jobs: Sequence[Job], drawn: Drawn) -> dict[str, Tensor]:
     """What a program is told beside who steps when."""
     rows, keys, draws = drawn
-    clients = rows.shape[1]
-    told = torch.tensor(list(numbers.values()), dtype=torch.float64).unsqueeze(1).expand(-1, clients).contiguous()
-    unused = torch.zeros(clients, dtype=torch.int64)
+    told = torch.tensor([[job.numbers[name] for job in jobs] for name in jobs[0].numbers], dtype=torch.float64)
+    unused = torch.zeros(len(jobs), dtype=torch.int64)
     parts = {"batch_rows": rows, "batch_keys": keys, "batch_draws": draws, "numbers": told, "runs": unused[:1]}
     return {**parts, **dict.fromkeys(("client_rows", "num_examples", "last_epoch"), unused)}
 

@@ -9,7 +9,7 @@ what they keep goes back into the slot.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fednorm.core.report import Report
@@ -81,15 +81,13 @@ class _States:
 def _by_programs(exchange: Exchange, slot: StackSlot, otherwise: Train, before: list[PhaseProgram | None]) -> Train:
     """Training by the programs of a slot's stack, where these can be had; `before` is what came of it for all."""
 
-    def train(
-        phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         firsts, counts = [job.first_batch for job in jobs], [job.num_steps for job in jobs]
         task = Assignment(replace(exchange, cohort=[job.client for job in jobs]), phase, firsts, counts)
         program = before.pop() if before else _trained(slot, task, probing)
         if program is None:
-            return otherwise(phase, numbers, jobs, probing)
-        return iter(_outcomes(program, slot, numbers, jobs, probing))
+            return otherwise(phase, jobs, probing)
+        return iter(_outcomes(program, slot, jobs, probing))
 
     return train
 
@@ -121,14 +119,12 @@ def _trained(slot: StackSlot, task: Assignment, probing: bool) -> PhaseProgram |
     return None
 
 
-def _outcomes(
-    program: PhaseProgram, slot: StackSlot, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
-) -> list[Outcome]:
+def _outcomes(program: PhaseProgram, slot: StackSlot, jobs: Sequence[Job], probing: bool) -> list[Outcome]:
     """What clients bring: rows of the program's stack, to be merged and kept before it is played again."""
     losses = program.losses.T.tolist()
     ends, seen = _rows(program.ends, len(jobs)), _rows(program.probed, len(jobs))
     return [
-        outcome(slot.sites, program.phase, numbers, job, end, own[: job.num_steps], probed if probing else None)
+        outcome(slot.sites, program.phase, job, end, own[: job.num_steps], probed if probing else None)
         for job, end, own, probed in zip(jobs, ends, losses, seen, strict=True)
     ]
 

@@ -97,14 +97,12 @@ class StackedEngine:
         slot.tree, slot.memory = tree, memory
         return slot
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
         """The outcomes of work of the first run's clients, which is all there are on a clock or where it is tried."""
         trainer = next(iter(self._trainers.values()))
         if probing or not self._jobs.can_train(phase):
-            return trainer.train(phase, numbers, jobs, probing)
-        return self._jobs.train(phase, numbers, jobs, trainer.train)
+            return trainer.train(phase, jobs, probing)
+        return self._jobs.train(phase, jobs, trainer.train)
 
     def exchange(self, orders: Sequence[Order]) -> list[Played | FednormError]:
         played: dict[int, Played | FednormError] = {}
@@ -151,12 +149,15 @@ class StackTrainer:
         """whether a step has shown that the model changes nothing but its state"""
         self._most = sys.maxsize
 
-    def train(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
+    def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
+        for some in _by_numbers(jobs):
+            yield from self._train_alike(phase, some, probing)
+
+    def _train_alike(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool) -> Iterator[Outcome]:
+        """Train clients whose steps have the same numbers, as all of a round have."""
         if self._sequential:
             try:
-                for done in self._sequential.train(phase, numbers, jobs, probing):
+                for done in self._sequential.train(phase, jobs, probing):
                     if self._failed:
                         self._say("using sequential")
                     yield done
@@ -169,7 +170,7 @@ class StackTrainer:
         while waiting:
             part = waiting[: max(1, self._most)]
             try:
-                done = self._train_stack(phase, numbers, part, probing)
+                done = self._train_stack(phase, part, probing)
             except torch.OutOfMemoryError:
                 if len(part) == 1 or phase.phase.lockstep:
                     raise
@@ -180,7 +181,7 @@ class StackTrainer:
                 raise
             except Exception as error:  # of the mapping, of a kernel, or of the model itself, which then comes again
                 self._fall_back(error)
-                yield from self.train(phase, numbers, waiting, probing)
+                yield from self._train_alike(phase, waiting, probing)
                 return
             if self._failed:
                 self._say("using torch's own layers")
@@ -207,9 +208,7 @@ class StackTrainer:
         print(f"stacked engine: the model cannot be mapped over clients ({self._failed}); {how}", file=sys.stderr)
         self._failed = ""
 
-    def _train_stack(
-        self, phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool
-    ) -> list[Outcome]:
+    def _train_stack(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool) -> list[Outcome]:
         start = stack_trees([job.start for job in jobs])
         if self._restored:  # torch's own layers cannot all be mapped over what lies as kernels read it
             start = {key: value.clone(memory_format=torch.contiguous_format) for key, value in start.items()}
@@ -219,11 +218,11 @@ class StackTrainer:
         for number, each in enumerate(phase.passes):
             if number:
                 carry = next_pass(each, carry, start)
-            carry = self._pass(phase, each, number, carry, numbers, jobs, probing, losses, probed)
+            carry = self._pass(phase, each, number, carry, jobs, probing, losses, probed)
         states = carry.tree
         seen = probed if probing else [None] * len(jobs)
         return [
-            outcome(self.sites, phase, numbers, job, pick(states, row), torch.stack(losses[row]).tolist(), seen[row])
+            outcome(self.sites, phase, job, pick(states, row), torch.stack(losses[row]).tolist(), seen[row])
             for row, job in enumerate(jobs)
         ]
 
@@ -233,7 +232,6 @@ class StackTrainer:
         each: PreparedPass,
         number: int,
         carry: Carry,
-        numbers: Mapping[str, float],
         jobs: Sequence[Job],
         probing: bool,
         losses: list[list[Tensor]],
@@ -256,7 +254,7 @@ class StackTrainer:
                 set_lockstep(model, together)
                 try:
                     for group in some:
-                        new, seen = self._step(step, carry, Batch(*next(batches)), group, len(jobs), numbers)
+                        new, seen = self._step(step, carry, Batch(*next(batches)), group, len(jobs), jobs[0].numbers)
                         carry = _put_back(carry, new, group, len(jobs))
                         for index, row in enumerate(group):
                             losses[row].append(seen.loss[index])
@@ -301,6 +299,14 @@ class StackTrainer:
             done = step(carry, batch, numbers)
         self._tried = True
         return done
+
+
+def _by_numbers(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs in groups, each of those whose steps have the same numbers."""
+    groups: dict[tuple[tuple[str, float], ...], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(tuple(job.numbers.items()), []).append(job)
+    return list(groups.values())
 
 
 def _put_back(stack: Carry, new: Carry, rows: list[int], count: int) -> Carry:
