@@ -16,6 +16,7 @@ from fednorm.running.config import RunConfig, to_dict, updated
 from fednorm.studies.beside import agreement_text, precision_text, ranking_text, sentences, table_rows, to_json
 from fednorm.studies.library import Library, Record, key_of, make_record
 from fednorm.studies.measured import Measured, agreement, measured, ranking
+from fednorm.studies.playing import Place
 from fednorm.studies.published import Experiment, PublishedCell, experiments, find_experiment
 from fednorm.studies.queue import missing_jobs, standing
 from fednorm.studies.recipes import Score, StudyRecipe
@@ -159,8 +160,38 @@ def test_the_precision_with_most_seeds_is_shown(tmp_path: Path) -> None:
     assert str(first.ours) == "90.0"  # of equally many, the most exact
     assert first.difference == 40.0
     assert precision_text(both, both.others[0]) == "fedavg, seed 0: bf16 10.0, tf32 90.0"
+    (exact,) = measured([asked], library, precision="tf32")
+    assert str(exact.ours) == "90.0"  # as it was asked for
     assert library.has(asked.config, 1)
     assert not library.has(asked.config, 1, "tf32")
+
+
+def test_a_seed_counts_in_the_precision_that_is_shown(tmp_path: Path) -> None:
+    study = Study(experiment(PublishedCell("fedavg_bn", {}, 54.0, None)), recipe(seeds=(0, 1, 2)))
+    (asked,) = study.cells()
+    library = Library(tmp_path)
+    for seed, precision in [(0, "tf32"), (1, "bf16"), (2, "bf16")]:
+        library.save(record(asked.config, 50.0, seed=seed, precision=precision))
+    assert (standing(study, library).done, standing(study, library).begun) == (0, 1)
+    assert [job.seeds for job in missing_jobs([study], library.has)] == [(0,)]
+    exact = Place(library, tmp_path / "work", "cpu", "tf32")
+    assert [job.seeds for job in missing_jobs([study], exact.has)] == [(1, 2)]
+    library.save(record(asked.config, 50.0, precision="bf16"))
+    assert standing(study, library).done == 1
+    assert standing(study, library, "tf32").done == 0
+    assert list(missing_jobs([study], library.has)) == []
+
+
+def test_what_a_machine_has_played_in_its_own_precision_is_not_played_there_again(tmp_path: Path) -> None:
+    study = Study(experiment(PublishedCell("fedavg_bn", {}, 54.0, None)), recipe(seeds=(0, 1, 2)))
+    (asked,) = study.cells()
+    here = Place(Library(tmp_path), tmp_path / "work", "cpu")
+    here.library.save(record(asked.config, 50.0, precision="fp32"))
+    assert [job.seeds for job in missing_jobs([study], here.has)] == [(1, 2)]
+    for seed in (1, 2):
+        here.library.save(record(asked.config, 50.0, seed=seed, precision="bf16"))
+    assert standing(study, here.library).done == 0
+    assert list(missing_jobs([study], here.has)) == []
 
 
 def test_a_domain_is_the_mean_of_its_clients() -> None:
@@ -243,7 +274,7 @@ def test_a_study_is_open_partly_done_or_done(tmp_path: Path) -> None:
     )
     library = Library(tmp_path)
     assert standing(study, library).state == "open"
-    assert [(job.label, job.seeds) for job in missing_jobs([study], library)] == [
+    assert [(job.label, job.seeds) for job in missing_jobs([study], library.has)] == [
         ("fedavg_bn", (0, 1)),
         ("fixbn", (0, 1)),
         ("fedavg_bn [long]", (0, 1)),
@@ -252,7 +283,7 @@ def test_a_study_is_open_partly_done_or_done(tmp_path: Path) -> None:
     main = study.cells()
     for asked, seed in [(main[0], 0), (main[1], 0), (main[1], 1)]:
         library.save(record(asked.config, 1.0, seed=seed))
-    assert next((job.label, job.seeds) for job in missing_jobs([study], library)) == ("fedavg_bn", (1,))
+    assert next((job.label, job.seeds) for job in missing_jobs([study], library.has)) == ("fedavg_bn", (1,))
     found = standing(study, library)
     assert (found.state, found.cells, found.done, found.begun) == ("partly", 2, 1, 2)
     library.save(record(main[0].config, 1.0, seed=1))
@@ -266,7 +297,7 @@ def test_seeds_that_share_no_stack_are_jobs_of_their_own(tmp_path: Path) -> None
         recipe(seeds=(0, 1), methods=on_clock),
     )
     library = Library(tmp_path)
-    jobs = list(missing_jobs([study], library))
+    jobs = list(missing_jobs([study], library.has))
     assert [(job.label, job.seeds) for job in jobs] == [
         ("fedavg_bn", (0,)),
         ("fixbn", (0,)),

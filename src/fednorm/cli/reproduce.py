@@ -139,6 +139,10 @@ def reproduce(
         settings = _read_where(where or [])
         readings = variants or "variant" in settings
         cells = study.cells(quick=quick, methods=named, where=settings, variants=readings)
+
+        def found() -> list[Measured]:
+            return measured(cells, place.library, chosen_seeds, precision)
+
         if not show:
             from fednorm.studies.client_statistics import looks_of
             from fednorm.studies.playing import play_runs, wanted_runs
@@ -152,9 +156,9 @@ def reproduce(
                 with _stops():
                     play_runs(runs, place, _watched(quiet, json), looks=looks_of(all_studies()))
             except DivergedError:  # of one run, which is no reason to keep the others' numbers back
-                _print_study(study, measured(cells, place.library, chosen_seeds), quick, json, work)
+                _print_study(study, found(), quick, json, work)
                 raise
-        _print_study(study, measured(cells, place.library, chosen_seeds), quick, json, work)
+        _print_study(study, found(), quick, json, work)
 
 
 def _read_where(texts: Sequence[str]) -> dict[str, list[str]]:
@@ -183,7 +187,7 @@ def _print_list(place: Place, json: bool) -> None:
     from fednorm.studies.queue import is_here, standing
     from fednorm.studies.study import all_studies
 
-    found = [standing(study, place.library) for study in all_studies()]
+    found = [standing(study, place.library, place.precision) for study in all_studies()]
     here = {name: is_here(name, place.data_dir) for name in {name for each in found for name in each.study.data}}
     rows = [
         {

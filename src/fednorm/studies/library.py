@@ -96,9 +96,8 @@ class Library:
         return sorted(found, key=lambda record: (record.seed, PRECISIONS.index(record.precision)))
 
     def has(self, config: RunConfig, seed: int, precision: str | None = None) -> bool:
-        """Whether a run is there, in one precision or in any."""
-        found = self._all().get(key_of(config), [])
-        return any(record.seed == seed and precision in (None, record.precision) for record in found)
+        """Whether a run is there, in one precision, or in the one that is shown where none is asked for."""
+        return any(record.seed == seed for record in in_one_precision(self.records(config), precision))
 
     def make_ready(self) -> None:
         """Make the folder and write into it once, so that no run of hours ends where its result cannot be kept."""
@@ -132,6 +131,12 @@ class Library:
         if not self._looked:
             self.look_again()
         return self._found
+
+
+def in_one_precision(records: Sequence[Record], precision: str | None = None) -> tuple[Record, ...]:
+    """Those of one precision, which is what a mean is over: the one with most seeds, of several the most exact."""
+    of_each = [tuple(record for record in records if record.precision == name) for name in PRECISIONS]
+    return max(of_each, key=len) if precision is None else of_each[PRECISIONS.index(precision)]
 
 
 def _read_record(path: Path) -> Record:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from fednorm.running.over_time import score_at
 from fednorm.running.records import score_of
 from fednorm.running.results import Spread, spread
-from fednorm.studies.library import PRECISIONS, Library, Record
+from fednorm.studies.library import Library, Record, in_one_precision
 from fednorm.studies.study import StudyCell
 
 
@@ -42,15 +42,16 @@ class Measured:
         return None if ours is None or published is None else ours.mean - published.mean
 
 
-def measured(cells: Sequence[StudyCell], library: Library, seeds: Sequence[int] = ()) -> list[Measured]:
-    """Cells with what the library has of them: the precision with most seeds, of several the most exact."""
-    return [_measured(cell, library.records(cell.config), seeds) for cell in cells]
+def measured(
+    cells: Sequence[StudyCell], library: Library, seeds: Sequence[int] = (), precision: str | None = None
+) -> list[Measured]:
+    """Cells with what the library has of them in a precision; where none is asked for, in the one with most seeds."""
+    return [_measured(cell, library.records(cell.config), seeds, precision) for cell in cells]
 
 
-def _measured(cell: StudyCell, records: Sequence[Record], seeds: Sequence[int]) -> Measured:
+def _measured(cell: StudyCell, records: Sequence[Record], seeds: Sequence[int], precision: str | None) -> Measured:
     asked = [record for record in records if not seeds or record.seed in seeds]
-    by_precision = [tuple(record for record in asked if record.precision == name) for name in PRECISIONS]
-    shown = max(by_precision, key=len)
+    shown = in_one_precision(asked, precision)
     return Measured(cell, shown, tuple(record for record in asked if record not in shown))
 
 

@@ -54,14 +54,22 @@ class Place:
     def on_gpu(self) -> bool:
         return find_device(self.device).type == "cuda"
 
+    @property
+    def numbers(self) -> str:
+        """The precision in which runs are played here."""
+        return self.precision or ("bf16" if self.on_gpu else "fp32")
+
     def has(self, config: RunConfig, seed: int) -> bool:
-        """Whether a run was played before; where a precision was asked for, in that one."""
-        return self.library.has(config, seed, self.precision)
+        """Whether a run was played before, in the precision that was asked for.
+
+        Where none was, that which is shown counts, and also that of this machine: it would give the same run again.
+        """
+        counted = {self.precision, self.numbers}
+        return any(self.library.has(config, seed, precision) for precision in counted)
 
     def settled(self, config: RunConfig, seed: int) -> RunConfig:
         """A run's config on this machine."""
-        precision = self.precision or ("bf16" if self.on_gpu else "fp32")
-        here = {"engine.device": self.device, "engine.precision": precision, "data.dir": self.data_dir}
+        here = {"engine.device": self.device, "engine.precision": self.numbers, "data.dir": self.data_dir}
         here |= {} if self.on_gpu else {"engine.threads": 1}  # each run has a process, and no bit depends on how many
         return updated(config, {**here, "seed": seed})
 

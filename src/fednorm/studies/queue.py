@@ -36,10 +36,10 @@ class Standing:
         return "done" if self.done == self.cells else "partly" if self.begun else "open"
 
 
-def standing(study: Study, library: Library) -> Standing:
-    """How much of a study the library has."""
+def standing(study: Study, library: Library, precision: str | None = None) -> Standing:
+    """How much of a study the library has, in a precision; where none is asked for, in the one that is shown."""
     cells = study.cells()
-    have = [sum(library.has(cell.config, seed) for seed in study.recipe.seeds) for cell in cells]
+    have = [sum(library.has(cell.config, seed, precision) for seed in study.recipe.seeds) for cell in cells]
     return Standing(study, len(cells), sum(n == len(study.recipe.seeds) for n in have), sum(n > 0 for n in have))
 
 
@@ -59,16 +59,14 @@ class Job:
         return f"{key}-seed{self.seeds[0]}" if _is_alone(self.config) else key
 
 
-def missing_jobs(studies: Sequence[Study], library: Library) -> Iterator[Job]:
-    """What is missing, in the order of the studies: the main readings of all of them, then the other ones."""
+def missing_jobs(studies: Sequence[Study], has: Callable[[RunConfig, int], bool]) -> Iterator[Job]:
+    """What nobody `has`, in the order of the studies: the main readings of all of them, then the other ones."""
     seen = set[tuple[str, int]]()
     for variants in (False, True):
         for study in studies:
             for job in _jobs(study, variants):
                 runs = {seed: (key_of(job.config), seed) for seed in job.seeds}
-                seeds = tuple(
-                    seed for seed, run in runs.items() if run not in seen and not library.has(job.config, seed)
-                )
+                seeds = tuple(seed for seed, run in runs.items() if run not in seen and not has(job.config, seed))
                 seen.update(runs.values())
                 if seeds:
                     yield replace(job, seeds=seeds)
@@ -122,7 +120,7 @@ def play_next(
     looks = looks_of(studies)
     deadline = time.monotonic() + 60 * minutes
     played, too_long = 0, float("inf")
-    for job in missing_jobs(studies, place.library):
+    for job in missing_jobs(studies, place.has):
         if not told_of(job.config.data.name):
             continue
         if not _that_fit(job, job.seeds, place, deadline - time.monotonic()):
@@ -147,7 +145,7 @@ def _play_job(
 ) -> tuple[int, bool]:
     """Play what nobody has played of a job; how many runs came to their end, and whether time sufficed for them."""
     place.library.look_again()
-    waiting = tuple(seed for seed in job.seeds if not place.library.has(job.config, seed))
+    waiting = tuple(seed for seed in job.seeds if not place.has(job.config, seed))
     played = 0
     while seeds := _that_fit(job, waiting, place, deadline - time.monotonic()):
         waiting = waiting[len(seeds) :]
