@@ -19,12 +19,14 @@ from fednorm.running.cells import Cell
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.records import OnRow, RoundRow, RunId
 from fednorm.running.stopping import Interrupted
+from fednorm.studies.beside import ours_text
 from fednorm.studies.client_statistics import Look
 from fednorm.studies.estimate import seconds_of
 from fednorm.studies.library import Library, key_of
+from fednorm.studies.measured import measured
 from fednorm.studies.playing import Place, play_runs, wanted_runs
 from fednorm.studies.published import Experiment, PublishedCell
-from fednorm.studies.queue import play_next, with_data
+from fednorm.studies.queue import play_next, standing, with_data
 from fednorm.studies.recipes import Score, StudyRecipe
 from fednorm.studies.study import Study
 
@@ -153,7 +155,26 @@ def test_a_run_that_diverges_is_named_and_leaves_the_others_alone(tmp_path: Path
     asked = replace(study("fedavg", "fixbn", "fedbn"), recipe=StudyRecipe(RUN, methods, {}, Score()))
     with pytest.raises(DivergedError, match=r"^fedavg seed 0: diverged in round 1, client "):
         play_runs(wanted_runs(asked.cells(), [0]), place(tmp_path), unwatched)
-    assert sorted(name.split("-")[2] for name in digests(tmp_path)) == ["fedbn", "fixbn"]
+    kept = [json.loads(path.read_text()) for path in sorted((tmp_path / "results").glob("*.json"))]
+    assert [each["run"]["method"] for each in kept] == ["fedavg", "fedbn", "fixbn"]
+    assert {key: kept[0]["run"][key] for key in ("seed", "diverged_in")} == {"seed": 0, "diverged_in": 1}
+    assert kept[0]["run"]["why"].startswith("fedavg seed 0: diverged in round 1, client ")
+    assert kept[0]["run"]["ran"]["precision"] == "fp32"
+    assert kept[0]["environment"]["command"].startswith("fednorm")
+    assert kept[0]["environment"]["torch"]
+
+
+def test_a_run_that_diverged_is_not_played_again(tmp_path: Path) -> None:
+    methods = {"fedavg": {"method": "fedavg", "set": {"train.lr": 1e30}}, "fixbn": "fixbn"}
+    asked = replace(study("fedavg", "fixbn", seeds=(0,)), recipe=StudyRecipe(RUN, methods, {}, Score(), seeds=(0,)))
+    said: list[str] = []
+    assert play_next([asked], place(tmp_path), 5.0, unwatched, said.append) == 2
+    assert said[1].startswith("paper.t1  fedavg: diverged in round 1, client ")
+    assert play_next([asked], place(tmp_path), 5.0, unwatched, said.append) == 0
+    assert len(said) == 3
+    assert standing(asked, Library(tmp_path / "results")).state == "done"
+    (lost, _) = measured(asked.cells(), Library(tmp_path / "results"))
+    assert (lost.ours, lost.difference, ours_text(lost)) == (None, None, "diverged in round 1")
 
 
 def test_what_ended_before_a_signal_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,16 @@ import pytest
 
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.running.config import RunConfig, to_dict, updated
-from fednorm.studies.beside import agreement_text, precision_text, ranking_text, sentences, table_rows, to_json
-from fednorm.studies.library import Library, Record, key_of, make_record
+from fednorm.studies.beside import (
+    DIVERGED,
+    agreement_text,
+    precision_text,
+    ranking_text,
+    sentences,
+    table_rows,
+    to_json,
+)
+from fednorm.studies.library import Diverged, Library, Record, key_of, make_record
 from fednorm.studies.measured import Measured, agreement, measured, ranking
 from fednorm.studies.playing import Place
 from fednorm.studies.published import Experiment, PublishedCell, experiments, find_experiment
@@ -50,6 +58,13 @@ def record(config: RunConfig, final: float, *, seed: int = 0, precision: str = "
     }
     row: Any = {"round": 2, "eval": {}, "train_loss": 0.5}
     return make_record(config, run, [row, {"round": 1, "train_loss": 9.0}], [], {"commit": "abc"})  # pyright: ignore
+
+
+def diverged(config: RunConfig, round: int, *, seed: int = 0, precision: str = "fp32") -> Diverged:
+    ran = {"precision": precision, "device_name": "a machine", "device": "cpu"}
+    why = f"diverged in round {round}, client 0: its loss is nan"
+    run: Any = {"method": config.method, "seed": seed, "diverged_in": round, "why": why, "ran": ran}
+    return Diverged(key_of(config), to_dict(config), run, {"commit": "abc", "command": "fednorm reproduce"})
 
 
 def cell(method: str, mean: float, std: float | None = None, **setting: Any) -> StudyCell:
@@ -206,6 +221,55 @@ def test_a_domain_is_the_mean_of_its_clients() -> None:
     assert found.ours is not None
     assert found.ours.mean == 20.0
     assert found.peak is None
+
+
+def test_a_seed_that_diverged_is_told_of_and_no_number(tmp_path: Path) -> None:
+    asked, other = cell("fixbn", 76.0, 0.5), cell("fedavg", 54.0, 4.0)
+    library = Library(tmp_path)
+    library.save(record(asked.config, 70.0))
+    library.save(diverged(asked.config, 321, seed=1))
+    library.save(diverged(asked.config, 400, seed=2))
+    library.save(record(other.config, 50.0, precision="bf16"))
+    library.save(diverged(other.config, 7, precision="tf32"))
+    library.save(record(other.config, 51.0, seed=1, precision="bf16"))
+    found = measured([asked, other], Library(tmp_path))  # as it is read
+    rows = table_rows(found, quick=False)
+    assert rows[0] == ["fixbn", "", "76.0 ± 0.5", "70.0, 2 of 3 seeds diverged in rounds 321, 400", "-", "70.0", "3"]
+    assert rows[1][3] == "50.5 ± 0.7"
+    study = Study(experiment(PublishedCell("fixbn", {}, 76.0, 0.5)), recipe())
+    assert (ranking(found).pairs, agreement(found).compared) == (0, 1)
+    told = to_json(study, found, quick=False)
+    assert [(run["seed"], run["round"], run["commit"]) for run in told["cells"][0]["diverged"]] == [
+        (1, 321, "abc"),
+        (2, 400, "abc"),
+    ]
+    assert told["cells"][0]["ours"] == {"mean": 70.0, "std": 0.0, "n": 1}
+    assert "fedavg, seed 0: bf16 50.0, tf32 diverged in round 7" in told["notes"]
+    assert DIVERGED in told["notes"]
+
+
+def test_a_run_that_did_not_diverge_when_played_anew_takes_the_place_of_one_that_did(tmp_path: Path) -> None:
+    library = Library(tmp_path)
+    lost = library.save(diverged(RunConfig(), 3))
+    assert library.save(record(RunConfig(), 50.0)) == lost
+    assert [type(outcome) for outcome in library.outcomes(RunConfig())] == [Record]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        ({"diverged_in": "321"}, "diverged_in is str"),
+        ({"why": None}, "why is NoneType"),
+        ({"seed": "0"}, "seed is str"),
+        ({"ran": {"precision": "fp8"}}, "precision 'fp8' is not known"),
+    ],
+)
+def test_a_damaged_file_of_a_run_that_diverged_is_refused(tmp_path: Path, damage: dict[str, object], why: str) -> None:
+    path = Library(tmp_path).save(diverged(RunConfig(), 3))
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "run": stored["run"] | damage}))
+    with pytest.raises(CheckpointError, match=re.escape(why)):
+        Library(tmp_path).has(RunConfig(), 0)
 
 
 def results(*pairs: tuple[StudyCell, float]) -> list[Measured]:

@@ -16,7 +16,7 @@ from fednorm.errors import ConfigError
 from fednorm.running.config import to_dict
 from fednorm.running.records import RoundRow, RunResult
 from fednorm.studies.figures import QUICK, draw, make_figure, panel_rows, picture_text
-from fednorm.studies.library import Library, Record, key_of, make_record
+from fednorm.studies.library import Diverged, Library, Record, key_of, make_record
 from fednorm.studies.measured import Measured
 from fednorm.studies.panels import KINDS, probe_curves
 from fednorm.studies.study import Study, StudyCell, all_studies, find_study
@@ -234,6 +234,20 @@ def test_what_cannot_be_drawn_is_told() -> None:
     assert text == f"no picture: {why}; move their files elsewhere and play it anew"
 
 
+def test_a_picture_names_the_seeds_that_diverged(tmp_path: Path) -> None:
+    study = find_study("fixbn.norms")
+    config = study.cells(methods=["fixbn"])[0].config
+    run: Any = {"method": config.method, "seed": 2, "diverged_in": 321, "why": "", "ran": {"precision": "fp32"}}
+    lost = Diverged(key_of(config), to_dict(config), run, {})
+    results = [replace(each, diverged=(lost,)) if each.cell.method == "fixbn" else each for each in measured(study)]
+    told = "without seeds that diverged: fixbn (1 of 3)"
+    assert make_figure(study, results).get_suptitle().splitlines()[1] == told
+    alone = [replace(each, records=()) if each.cell.method == "fixbn" else each for each in results]
+    assert make_figure(study, alone).get_suptitle().splitlines()[1] == told.replace("1 of 3", "1 of 1")
+    only = [each for each in alone if each.diverged]
+    assert picture_text(study, only, tmp_path, quick=False) == "no picture: no run of fixbn.norms came to its end"
+
+
 def test_statistics_of_two_clients_are_drawn_channel_by_channel() -> None:
     study = find_study("fedwon.f2")
     kept = {"4": {"running_mean": [[3.0, 1.0, 2.0], [0.3, 0.1, 0.2]]}}
@@ -288,6 +302,17 @@ def test_the_page_has_what_the_files_hold(tool: ModuleType, tmp_path: Path) -> N
     assert "- [lr_0_02]: the smaller learning rate that the paper names" in page
     assert "- command: `fednorm reproduce fixbn.t1`; played by `fednorm reproduce --next`" in page
     assert "- commit: 0123456789ab\n- runs: 4, 48 s in all" in page
+
+
+def test_the_page_tells_of_runs_that_diverged(tool: ModuleType, tmp_path: Path) -> None:
+    library = Library(tmp_path)
+    config = find_study("fixbn.norms").cells(methods=["fixbn"])[0].config
+    run: Any = {"method": config.method, "seed": 0, "diverged_in": 321, "why": "", "ran": {"precision": "fp32"}}
+    library.save(Diverged(key_of(config), to_dict(config), run, {"commit": "0123456789abcdef"}))
+    page = tool.page(tmp_path)
+    assert "| [fixbn.norms](#fixbnnorms) | partly | 0 of 7 |" in page
+    assert "| fixbn | 76.6 ± 0.7 | diverged in round 321 | 1 |" in page
+    assert "- commit: 0123456789ab\n- runs: 1, 1 of which diverged, 0 s in all" in page
 
 
 def test_a_stale_page_is_found(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from fednorm.data.verify import describe_dataset
-from fednorm.errors import FednormError, LockedError
+from fednorm.errors import DivergedError, FednormError, LockedError
 from fednorm.files import disk_errors
 from fednorm.running.config import RunConfig
 from fednorm.running.folder import RunFolder
@@ -18,7 +18,7 @@ from fednorm.studies.client_statistics import Look, looks_of
 from fednorm.studies.estimate import usual_seconds
 from fednorm.studies.library import Library, key_of
 from fednorm.studies.playing import Place, Watched, play_runs
-from fednorm.studies.study import Study, StudyCell
+from fednorm.studies.study import Study, cell_label
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,8 @@ def _play_job(
         try:
             if not play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, looks):
                 return played, False
+        except DivergedError as error:  # which is kept: nobody plays it again
+            say(f"{job.study}  {job.label}: {error}")
         except FednormError as error:  # of one job, and no reason to leave the machine idle
             say(f"{job.study}  {job.label}: {error}")
             break
@@ -191,12 +193,3 @@ def _that_fit(job: Job, seeds: tuple[int, ...], place: Place, left: float) -> tu
     if not seeds or fits(len(seeds)):
         return seeds
     return seeds[:1] if fits(1) else ()
-
-
-def cell_label(cell: StudyCell) -> str:
-    """A cell in a line: what sets it apart.
-
-    A variant is named last, in brackets.
-    """
-    setting = "".join(f" {key}={value}" for key, value in cell.setting.items() if key != cell.score.select)
-    return f"{cell.method}{setting}" + (f" [{cell.variant}]" if cell.variant else "")

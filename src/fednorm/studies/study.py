@@ -166,6 +166,15 @@ class Study:
         return frozenset(axis for axis in silent if f"{{{axis}}}" not in str(self.recipe.methods))
 
 
+def cell_label(cell: StudyCell) -> str:
+    """A cell in a line: what sets it apart.
+
+    A variant is named last, in brackets.
+    """
+    setting = "".join(f" {key}={value}" for key, value in cell.setting.items() if key != cell.score.select)
+    return f"{cell.method}{setting}" + (f" [{cell.variant}]" if cell.variant else "")
+
+
 @cache
 def find_study(id: str) -> Study:
     """A study by its id."""
