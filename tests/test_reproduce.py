@@ -26,9 +26,9 @@ from fednorm.studies.library import Library, key_of
 from fednorm.studies.measured import measured
 from fednorm.studies.playing import Place, play_runs, wanted_runs
 from fednorm.studies.published import Experiment, PublishedCell
-from fednorm.studies.queue import play_next, standing, with_data
+from fednorm.studies.queue import HOLD, missing_jobs, play_next, standing, with_data
 from fednorm.studies.recipes import Score, StudyRecipe
-from fednorm.studies.study import Study
+from fednorm.studies.study import Study, all_studies
 
 RUN = {
     "rounds": 4,
@@ -143,11 +143,25 @@ def test_a_study_without_its_data_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_takes_too_long_is_not_begun(tmp_path: Path) -> None:
+def test_what_takes_too_long_is_not_begun_and_said_to_be(tmp_path: Path) -> None:
     said: list[str] = []
-    assert play_next([study("fedavg", "fixbn")], place(tmp_path), 0.01, unwatched, said.append) == 0
-    minutes = f"{seconds_of(study('fedavg').cells()[0].config, 1, on_gpu=False) / 60:.0f}"
-    assert said == [f"nothing that is missing is likely to end in time: the shortest takes about {minutes} minutes"]
+    asked = study("fedavg", "fixbn")
+    assert play_next([asked], place(tmp_path), 0.01, unwatched, said.append) == 0
+    longest = max(seconds_of(cell.config, 1, on_gpu=False) for cell in asked.cells())
+    needed = f"paper.t1 (--minutes {int(longest // 60) + 1})"
+    assert said == [f"one seed takes longer than 0.01 minutes, and is never begun by --next with less than: {needed}"]
+
+
+def test_what_does_not_fit_a_usual_hold_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    rows = fednorm("reproduce", "--list", "--json", "--results", tmp_path / "results").json
+    needed = {row["id"]: row["needs_minutes"] for row in rows}
+    for job in missing_jobs(all_studies(), lambda config, seed: False):
+        alone = seconds_of(job.config, 1, on_gpu=True) / 60
+        assert alone < HOLD or needed[job.study] > alone, job.label
+    assert {id for id, minutes in needed.items() if minutes} == {"fixbn.grid.tiny", "fixbn.t2", "fixbn.t3"}
+    text = fednorm("reproduce", "--list", "--results", tmp_path / "results").out
+    assert f"fixbn.t2 (--minutes {needed['fixbn.t2']})" in text
 
 
 def test_a_run_that_diverges_is_named_and_leaves_the_others_alone(tmp_path: Path) -> None:

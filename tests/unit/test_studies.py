@@ -22,6 +22,7 @@ from fednorm.studies.beside import (
     table_rows,
     to_json,
 )
+from fednorm.studies.estimate import seconds_of, usual_seconds
 from fednorm.studies.library import Diverged, Library, Record, key_of, make_record
 from fednorm.studies.measured import Measured, agreement, measured, ranking
 from fednorm.studies.playing import Place
@@ -207,6 +208,39 @@ def test_what_a_machine_has_played_in_its_own_precision_is_not_played_there_agai
         here.library.save(record(asked.config, 50.0, seed=seed, precision="bf16"))
     assert standing(study, here.library).done == 0
     assert list(missing_jobs([study], here.has)) == []
+
+
+def test_estimates_grow_with_the_pixels_that_are_trained_on() -> None:
+    def steps(model: str, **fields: Any) -> float:
+        told = {"rounds": 100_000, "model": model, "data.clients": 100, "train.local_steps": 10}
+        told |= {"data.name": "cifar10", **{name.replace("_", ".", 1): value for name, value in fields.items()}}
+        return seconds_of(updated(RunConfig(), told), 1, on_gpu=True)
+
+    small = steps("resnet18")
+    assert steps("resnet18", data_size=64) == pytest.approx(4 * small, rel=0.1)
+    assert steps("resnet18", data_name="tiny_imagenet") == pytest.approx(4 * small, rel=0.1)
+    assert steps("resnet18", train_augment="crop(2)+flip") == small
+    assert steps("resnet18", data_size=64, train_augment="window(32)") == pytest.approx(small, rel=0.01)
+    assert steps("resnet18", data_size=64, train_augment="resized_crop(0.08)") == steps("resnet18", data_size=64)
+    assert steps("resnet18(stem=imagenet)", data_size=128) == pytest.approx(small, rel=0.01)
+    # Timed at 192 pixels, whole images are 1024 x 2048.
+    city = steps("deeplabv3plus", data_name="cityscapes", train_augment="window(768)")
+    assert city == pytest.approx(16 * steps("deeplabv3plus", data_size=192), rel=0.1)
+
+
+def test_a_run_takes_what_others_of_its_precision_took_seed_by_seed(tmp_path: Path) -> None:
+    config = updated(RunConfig(), {"rounds": 1000, "data.name": "cifar10"})
+    here = Place(Library(tmp_path), tmp_path / "work", "cpu")
+    guessed = [seconds_of(config, count, on_gpu=False) for count in (1, 2)]
+    assert [usual_seconds(config, count, here) for count in (1, 2)] == guessed
+    for seed, precision, share in [(0, "fp32", 40.0), (1, "fp32", 40.0), (0, "tf32", 900.0)]:
+        kept = record(config, 50.0, seed=seed, precision=precision)
+        kept.run["seconds"] = share
+        here.library.save(kept)
+    # Two seeds in one stack took 80 seconds, so one alone takes less than that and more than half of it.
+    assert usual_seconds(config, 2, here) == pytest.approx(80.0)
+    assert usual_seconds(config, 1, here) == pytest.approx(80.0 * guessed[0] / guessed[1])
+    assert 40.0 < usual_seconds(config, 1, here) < 80.0
 
 
 def test_a_domain_is_the_mean_of_its_clients() -> None:

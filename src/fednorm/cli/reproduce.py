@@ -127,7 +127,7 @@ def reproduce(
     if listing:
         _print_list(place, json)
     elif queue:
-        _play_next(place, 25.0 if minutes is None else minutes, quiet, json)
+        _play_next(place, minutes, quiet, json)
     else:
         from fednorm.studies.measured import measured
         from fednorm.studies.study import all_studies, find_study
@@ -184,11 +184,13 @@ def _refuse_for(what: str, given: Mapping[str, object]) -> None:
 
 
 def _print_list(place: Place, json: bool) -> None:
-    from fednorm.studies.queue import is_here, standing
+    from fednorm.studies.queue import HOLD, is_here, longest_seconds, minutes_for, standing, too_long_text
     from fednorm.studies.study import all_studies
 
     found = [standing(study, place.library, place.precision) for study in all_studies()]
     here = {name: is_here(name, place.data_dir) for name in {name for each in found for name in each.study.data}}
+    longest = {each.study.id: longest_seconds(each.study, place.has) for each in found}
+    too_long = {id: seconds for id, seconds in longest.items() if seconds >= 60 * HOLD}
     rows = [
         {
             "id": each.study.id,
@@ -199,6 +201,7 @@ def _print_list(place: Place, json: bool) -> None:
             "about": each.study.recipe.about,
             "data": ", ".join(each.study.data),
             "data_here": all(here[name] for name in each.study.data),
+            "needs_minutes": minutes_for(longest[each.study.id]) if each.study.id in too_long else None,
         }
         for each in found
     ]
@@ -222,17 +225,19 @@ def _print_list(place: Place, json: bool) -> None:
     )
     echo()
     say("in the order in which `fednorm reproduce --next` plays them; `fednorm reproduce ID --quick` needs no data")
+    if too_long:
+        say(f"by estimates for a GPU {too_long_text(too_long, HOLD)}")
     say(f"states are those of the results in {place.library.folder}")
 
 
-def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
-    from fednorm.studies.queue import play_next
+def _play_next(place: Place, minutes: float | None, quiet: bool, json: bool) -> None:
+    from fednorm.studies.queue import HOLD, play_next
     from fednorm.studies.study import all_studies
 
     told = sys.stderr if json else sys.stdout
     with _stops():
         watched = _watched(quiet, json)
-        played = play_next(all_studies(), place, minutes, watched, lambda text: echo(text, told, flush=True))
+        played = play_next(all_studies(), place, minutes or HOLD, watched, lambda text: echo(text, told, flush=True))
     if json:
         print_json({"played": played, "results": str(place.library.folder)})
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,10 +16,13 @@ from fednorm.running.config import RunConfig
 from fednorm.running.folder import RunFolder
 from fednorm.running.on_clock import names_strategy
 from fednorm.studies.client_statistics import Look, looks_of
-from fednorm.studies.estimate import usual_seconds
+from fednorm.studies.estimate import seconds_of, usual_seconds
 from fednorm.studies.library import Library, key_of
 from fednorm.studies.playing import Place, Watched, play_runs
 from fednorm.studies.study import Study, cell_label
+
+HOLD = 25.0
+"""Minutes that a queue has unless told."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +123,14 @@ def play_next(
 
     looks = looks_of(studies)
     deadline = time.monotonic() + 60 * minutes
-    played, too_long = 0, float("inf")
+    played, too_long = 0, dict[str, float]()
     for job in missing_jobs(studies, place.has):
         if not told_of(job.config.data.name):
             continue
         if not _that_fit(job, job.seeds, place, deadline - time.monotonic()):
-            too_long = min(too_long, usual_seconds(job.config, 1, place.on_gpu, place.library))
+            alone = usual_seconds(job.config, 1, place)
+            if alone >= 60 * minutes:
+                too_long[job.study] = max(alone, too_long.get(job.study, 0.0))
             continue
         with _claimed(job, place) as ours:
             if not ours:
@@ -134,10 +140,26 @@ def play_next(
         played += count
         if not ended:
             say("time is over; what was stopped goes on from here the next time")
-            return played
-    if not played and too_long < float("inf"):
-        say(f"nothing that is missing is likely to end in time: the shortest takes about {too_long / 60:.0f} minutes")
+            break
+    if too_long:
+        say(too_long_text(too_long, minutes))
     return played
+
+
+def too_long_text(seconds: Mapping[str, float], minutes: float) -> str:
+    """Studies of which the longest run takes so many seconds, more than there are minutes, and what would do."""
+    needed = ", ".join(f"{study} (--minutes {minutes_for(alone)})" for study, alone in seconds.items())
+    return f"one seed takes longer than {minutes:g} minutes, and is never begun by --next with less than: {needed}"
+
+
+def minutes_for(seconds: float) -> int:
+    """Whole minutes in which a run is begun that should take so many seconds."""
+    return math.floor(seconds / 60) + 1
+
+
+def longest_seconds(study: Study, has: Callable[[RunConfig, int], bool]) -> float:
+    """What the longest run that a study lacks should take on a GPU with one seed; 0 where it lacks none."""
+    return max((seconds_of(job.config, 1, on_gpu=True) for job in missing_jobs([study], has)), default=0.0)
 
 
 def _play_job(
@@ -188,7 +210,7 @@ def _that_fit(job: Job, seeds: tuple[int, ...], place: Place, left: float) -> tu
     """Those of a job's seeds that should end in time: all of them together, the first, or none."""
 
     def fits(count: int) -> bool:
-        return usual_seconds(job.config, count, place.on_gpu, place.library) < left
+        return usual_seconds(job.config, count, place) < left
 
     if not seeds or fits(len(seeds)):
         return seeds
