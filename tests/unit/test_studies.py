@@ -423,6 +423,10 @@ OF_ANOTHER_RUN = "its key is not that of its config, so it would stand for anoth
         ({"key": []}, "TypeError: key is list"),
         ({"environment": None}, "TypeError: environment is NoneType"),
         ({"train_loss": {"round": [1], "loss": []}}, "ValueError: it has no scores, or not as many losses as rounds"),
+        (
+            {"train_loss": {"round": [1], "loss": [0.5], "weighted": []}},
+            "ValueError: it has no scores, or not as many losses as rounds",
+        ),
         ({"probes": [3]}, "TypeError: 'int' object is not subscriptable"),
     ],
 )

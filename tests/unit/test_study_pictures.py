@@ -181,6 +181,26 @@ def test_probes_and_training_loss_are_drawn_by_round() -> None:
     assert labels == ["fedavg_bn", "fixbn"]
 
 
+def test_the_training_loss_that_is_drawn_weighs_clients_by_their_examples() -> None:
+    study = find_study("fixbn.dynamics")
+    cell = study.cells(methods=["fixbn"])[0]
+    rows: Any = [
+        {"round": 1, "train_loss": 8.0, "train_loss_weighted": 9.0},
+        {"round": 2, "train_loss": 2.0, "train_loss_weighted": 3.0, "eval": {}},
+        {"round": 4, "train_loss": 1.0, "train_loss_weighted": 1.5, "eval": {}},
+    ]
+    made = make_record(cell.config, record(cell, 0, 50.0).run, rows, [], {})
+    assert made.train_loss == {"round": [2, 4], "loss": [2.0, 1.0], "weighted": [3.0, 1.5]}
+    (axis,) = (axis for title, axis in filled(study, "probes", [Measured(cell, (made,))]).items() if "loss" in title)
+    assert axis.get_lines()[0].get_ydata().tolist() == [3.0, 1.5]
+    # Beside a file from before, all are drawn as that one has it.
+    older = replace(made, train_loss={"round": [2, 4], "loss": [4.0, 3.0]})
+    both = filled(study, "probes", [Measured(cell, (made, older))])
+    (title,) = (title for title in both if title.startswith("training loss"))
+    assert title.split(",")[0] == "training loss"
+    assert both[title].get_lines()[0].get_ydata().tolist() == [3.0, 2.0]
+
+
 def test_a_result_keeps_what_probes_saw_in_scored_rounds() -> None:
     """Clients that see 1 and 3 in turn: mean 2 over both clients, variance 1 over any even window."""
     cell = find_study("fixbn.dynamics").cells()[0]

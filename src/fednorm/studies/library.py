@@ -75,7 +75,8 @@ class Record(_Outcome):
 
     run: RunResult
     train_loss: Mapping[str, list[float]]
-    """`round` and `loss`: the mean training loss of the rounds that were scored"""
+    """`round` and `loss`: the mean training loss of the rounds that were scored; `weighted`: with clients weighted by
+    how many examples they train on, where the rows of the run had it"""
     probes: Sequence[Mapping[str, Any]]
     """what probes saw, of rounds that were scored: `round`, and `probes` with a number for each, the mean over clients;
     `NAME variance` is that of a client's numbers over the last looks"""
@@ -222,7 +223,8 @@ def _told_of_record(record: Record) -> dict[str, tuple[Any, Any]]:
     for name, scores in cast("Mapping[str, Any]", run["final"]).items():
         found[f"final {name}"] = (scores[metric], int | float)
         found[f"curve {name}"] = (sum(run["curves"][name]), int | float)
-    if not run["final"] or len(record.train_loss["round"]) != len(record.train_loss["loss"]):
+    losses = record.train_loss
+    if not run["final"] or any(len(losses[name]) != len(losses["round"]) for name in ("loss", *losses)):
         raise ValueError("it has no scores, or not as many losses as rounds")
     for row in record.probes:
         sum((row["round"], *row["probes"].values()))
@@ -241,6 +243,9 @@ def make_record(
     listed = list(rows)
     scored = [row for row in listed if "eval" in row]
     losses = {"round": [row["round"] for row in scored], "loss": [row["train_loss"] for row in scored]}
+    weighted = [row["train_loss_weighted"] for row in scored if "train_loss_weighted" in row]
+    if len(weighted) == len(scored):
+        losses["weighted"] = weighted
     probes = _probe_rows(config.eval.probes, listed, {row["round"] for row in scored})
     return Record(key_of(config), to_dict(config), run, losses, probes, client_domains, environment, statistics or {})
 

@@ -200,8 +200,18 @@ def probe_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
             Panel(_joined(name, title), lambda axis, some=some, name=name: _probes(axis, study, some, name), False)
             for name in names
         ]
-        panels.append(Panel(_joined("training loss", title), lambda axis, some=some: _losses(axis, study, some), False))
+        told, loss = _loss_shown(some)
+        panels.append(
+            Panel(_joined(told, title), lambda axis, some=some, loss=loss: _losses(axis, study, some, loss), False)
+        )
     return panels
+
+
+def _loss_shown(results: Sequence[Measured]) -> tuple[str, str]:
+    """The training loss that all runs have, in words and by its key: weighted as in the paper, but for older files."""
+    if all("weighted" in record.train_loss for each in results for record in each.records):
+        return "training loss by examples", "weighted"
+    return "training loss", "loss"
 
 
 def probe_curves(record: Record) -> dict[str, tuple[list[int], list[float]]]:
@@ -223,10 +233,10 @@ def _probes(axis: Axes, study: Study, results: Sequence[Measured], name: str) ->
     _rounds(axis, results)
 
 
-def _losses(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
+def _losses(axis: Axes, study: Study, results: Sequence[Measured], loss: str) -> None:
     for each in results:
-        losses = [record.train_loss for record in each.records]
-        _band(axis, losses[0]["round"], [loss["loss"] for loss in losses], _style(study, each.cell.method))
+        rounds = each.records[0].train_loss["round"]
+        _band(axis, rounds, [record.train_loss[loss] for record in each.records], _style(study, each.cell.method))
     _rounds(axis, results)
 
 
