@@ -296,6 +296,8 @@ def test_some_settings_of_a_study_can_be_asked_for() -> None:
     reading = ["--methods", "fixbn", "--where", "variant=no_decay"]
     found = fednorm("reproduce", "fixbn.norms", "--show", "--json", *reading).json["cells"]
     assert [cell["variant"] for cell in found] == ["no_decay"]
+    found = fednorm("reproduce", "fixbn.tH", "--show", "--json", "--where", "freeze_affine=TRUE").json["cells"]
+    assert [cell["setting"]["freeze_affine"] for cell in found] == [True, True]
 
 
 @pytest.mark.slow
@@ -325,6 +327,19 @@ def test_centralized_fixbn_bears_the_rate_of_its_quick_run(tmp_path: Path) -> No
         (["fixbn.momentum", "--where", "momentum"], "--where momentum has no value; write --where AXIS=VALUE"),
         (["fixbn.momentum", "--where", "norm=bn"], "setting of fixbn.momentum 'norm' is not known"),
         (["fixbn.momentum", "--where", "momentum=locl"], "momentum of fixbn.momentum 'locl' is not known; did you"),
+        (
+            ["fixbn.more_clients", "--where", "clients=5", "--where", "participation=0.5", "--show"],
+            "no cell of fixbn.more_clients has clients=5 and participation=0.5 together; "
+            "with participation=0.5 there is clients=100; with clients=5 there is participation=1\n",
+        ),
+        (
+            ["fixbn.norms", "--where", "variant=bare_in", "--methods", "fedavg_bn"],
+            "variant=bare_in of fixbn.norms is there for fedavg_in alone; give one of these as --methods",
+        ),
+        (
+            ["fixbn.tH", "--where", "freeze_affine=True", "--methods", "fixbn"],
+            "freeze_affine=true of fixbn.tH is there for fixbn_affine_only, fixbn_stats_affine alone",
+        ),
         (["--next", "--where", "momentum=local"], "--where has no meaning with --next; leave it out"),
         (["fixbn.t1", "--minutes", "3"], "--minutes has no meaning with 'fixbn.t1'; leave it out"),
         (["--list", "--show"], "--show has no meaning with --list; leave it out"),
