@@ -30,6 +30,7 @@ from fednorm.studies.queue import HOLD, missing_jobs, play_next, standing, with_
 from fednorm.studies.recipes import Score, StudyRecipe
 from fednorm.studies.study import Study, all_studies
 
+KEPT = str(Path(__file__).parents[1] / "studies" / "results")
 RUN = {
     "rounds": 4,
     "model": "mlp_bn",
@@ -259,6 +260,14 @@ def test_the_list_names_every_experiment(tmp_path: Path) -> None:
     assert (data["fixbn.t1"], data["fixbn.partitions"]) == ("cifar10", "cifar10, tiny_imagenet")
 
 
+def test_a_precision_that_is_asked_for_is_shown_and_counted(tmp_path: Path) -> None:
+    asked = ["--precision", "tf32", "--json", "--results", KEPT]
+    (cell,) = fednorm("reproduce", "fixbn.norms", "--show", "--methods", "fixbn", *asked).json["cells"]
+    assert [(run["seed"], run["precision"]) for run in cell["runs"]] == [(0, "tf32")]
+    counted = {row["id"]: row["cells_done"] for row in fednorm("reproduce", "--list", *asked).json}
+    assert counted["fixbn.norms"] == 0
+
+
 def test_the_queue_speaks_json(tmp_path: Path) -> None:
     places = ("--results", tmp_path / "results", "--work", tmp_path / "work", "--data-dir", tmp_path)
     done = fednorm("reproduce", "--next", "--json", *places)
@@ -319,6 +328,16 @@ def test_centralized_fixbn_bears_the_rate_of_its_quick_run(tmp_path: Path) -> No
         (["fixbn.t1", "--methods", "gn"], "method of fixbn.t1 'gn' is not known"),
         (["fixbn.t1", "--precision", "fp8"], "--precision fp8 is not known; give fp32, tf32 or bf16"),
         (["--next", "--minutes", "-1"], "--minutes -1.0 is out of range; give a number above 0"),
+        (["--next", "--minutes", "inf"], "--minutes inf is out of range; give a number above 0 and below 1,000,000"),
+        (["--next", "--minutes", "1e7"], "is out of range; give a number above 0 and below 1,000,000"),
+        (["fixbn.t1", "--show", "--results", "nowhere"], "--results nowhere is no folder; give the folder in which"),
+        (["--list", "--results", "afile"], "--results afile is no folder; give the folder in which the results are"),
+        (["--next", "--work", "afile"], "'afile' cannot be written: File exists; choose another place"),
+        (["--next", "--results", "afile/x"], "'afile/x' cannot be written: Not a directory; choose another place"),
+        (["fixbn.t1", "--show", "--work", "afile", "--results", KEPT], "'afile' cannot be written: "),
+        (["fixbn.t1", "--show", "--device", "nonsense"], "device 'nonsense' is not known; give auto, cpu, cuda"),
+        (["--list", "--device", "nonsense"], "device 'nonsense' is not known; give auto, cpu, cuda"),
+        (["--next", "--device", "nonsense"], "device 'nonsense' is not known; give auto, cpu, cuda"),
         (["fixbn.t1", "--seeds", "x"], "--seeds x cannot be read"),
         (["--next", "--data-dir", "nowhere"], "--data-dir nowhere is no folder; give the folder in which the data"),
         (["fixbn.t1", "--seeds", ""], "--seeds cannot be read; give a number of seeds"),
@@ -349,8 +368,13 @@ def test_centralized_fixbn_bears_the_rate_of_its_quick_run(tmp_path: Path) -> No
         (["fixbn.t1", "--quick", "--results", "x"], "--results x is for the papers' settings, and a quick run is not"),
     ],
 )
-def test_wrong_input_is_refused_in_a_line(arguments: list[str], text: str) -> None:
+def test_wrong_input_is_refused_in_a_line(
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("")
     done = fednorm("reproduce", *arguments)
     assert done.code == 2
     assert text in done.err
     assert done.err.count("\n") == 1
+    assert done.out == ""

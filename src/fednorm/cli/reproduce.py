@@ -45,7 +45,7 @@ Where = Annotated[
     ),
 ]
 Variants = Annotated[bool, option("--variants", help="also other readings of the paper", panel=_WHAT)]
-Show = Annotated[bool, option("--show", help="play nothing, print what is there", panel=_WHAT)]
+Show = Annotated[bool, option("--show", help="play nothing: print what is there, and draw it into --work", panel=_WHAT)]
 Next = Annotated[bool, option("--next", help="play what is missing, study after study", panel=_WHAT)]
 Minutes = Annotated[
     float | None,
@@ -102,7 +102,7 @@ def reproduce(
     if sum((id is not None, listing, queue)) != 1:
         raise ConfigError("give one of: an experiment such as fixbn.norms, --list, or --next")
     if minutes is not None and not 0 < minutes < 1e6:
-        raise ConfigError(f"--minutes {minutes} is out of range; give a number above 0")
+        raise ConfigError(f"--minutes {minutes} is out of range; give a number above 0 and below 1,000,000")
     chosen = {"--quick": quick, "--seeds": seeds, "--methods": methods, "--where": " ".join(where or []) or None}
     chosen |= {"--variants": variants, "--show": show}
     if id is None:
@@ -116,11 +116,15 @@ def reproduce(
         )
     if data_dir is not None and not Path(data_dir).is_dir():
         raise ConfigError(f"--data-dir {data_dir} is no folder; give the folder in which the data sets are")
+    if results is not None and (listing or show) and not results.is_dir():
+        raise ConfigError(f"--results {results} is no folder; give the folder in which the results are")
+    from fednorm.engines.machine import find_device
     from fednorm.studies.library import PRECISIONS, Library
     from fednorm.studies.playing import Place
 
     if precision not in (None, *PRECISIONS):
         raise ConfigError(f"--precision {precision} is not known; give fp32, tf32 or bf16")
+    find_device(device)  # refused also where nothing is played
     # What a quick run gives must never be taken for a result.
     folder = work / "quick-results" if quick else Path("studies/results") if results is None else results
     place = Place(Library(folder), work, device, precision, data_dir)
@@ -292,10 +296,11 @@ def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: b
     if json:
         print_json(to_json(study, results, quick))
         return
+    picture = picture_text(study, results, work, quick=quick)  # first: where it cannot be written, that is all there is
     say(f"{study.id}: {study.recipe.about}", indent="")
     echo()
     print_table(COLUMNS, table_rows(results, quick), numbers=NUMBERS, spare=["seeds", "best round"])
     echo()
     for text in sentences(study, results, quick):
         say(text)
-    say(picture_text(study, results, work, quick=quick))
+    say(picture)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -137,12 +136,6 @@ class Library:
     def has(self, config: RunConfig, seed: int, precision: str | None = None) -> bool:
         """Whether a run was played, in one precision, or in the one that is shown where none is asked for."""
         return any(outcome.seed == seed for outcome in in_one_precision(self.outcomes(config), precision))
-
-    def make_ready(self) -> None:
-        """Make the folder and write into it once, so that no run of hours ends where its result cannot be kept."""
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.folder).close()
 
     def save(self, outcome: Outcome) -> Path:
         """Write an outcome whole or not at all, in the place of any other of the same run, seed and precision."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from fednorm.data.federation import Federation
 from fednorm.engines.machine import device_name, find_device
 from fednorm.errors import DivergedError
-from fednorm.files import read_json
+from fednorm.files import make_writable, read_json
 from fednorm.running.cells import Cell, grouped
 from fednorm.running.comparison import play_pending, usable_jobs
 from fednorm.running.config import RunConfig, to_dict, updated
@@ -68,6 +68,11 @@ class Place:
         counted = {self.precision, self.numbers}
         return any(self.library.has(config, seed, precision) for precision in counted)
 
+    def make_ready(self) -> None:
+        """Make the folders, or refuse what cannot be written."""
+        make_writable(self.library.folder)
+        make_writable(self.work)
+
     def settled(self, config: RunConfig, seed: int) -> RunConfig:
         """A run's config on this machine."""
         here = {"engine.device": self.device, "engine.precision": self.numbers, "data.dir": self.data_dir}
@@ -105,7 +110,7 @@ def play_runs(
     for together in _batches([place.cell(config) for config in missing]):
         for cell in {cell.id.method: cell for cell in reversed(together)}.values():
             cell.plan()  # what can be refused is refused before anything is written
-        place.library.make_ready()
+        place.make_ready()
         for cell in together:
             cell.begin()
         pending, failed = [cell for cell in together if not cell.is_done], list[DivergedError]()

@@ -114,6 +114,8 @@ def play_next(
     over, and so is what another process plays in the same folder.
     """
 
+    place.make_ready()
+
     @cache
     def told_of(name: str) -> bool:
         here = is_here(name, place.data_dir)
