@@ -108,7 +108,7 @@ def _section(study: Study, results: Sequence[Measured], library: Library) -> Ite
 
 def _table(results: Sequence[Measured]) -> Iterator[str]:
     """The table, less the columns that have nothing to say in it."""
-    rows = table_rows(results, quick=False)
+    rows = table_rows(results)
     kept = [number for number in range(len(COLUMNS)) if any(row[number] not in ("", "-") for row in rows)]
     names = [COLUMNS[number] for number in kept]
     yield f"| {' | '.join(names).replace('best round', 'best round (chosen on test)')} |"

@@ -267,7 +267,7 @@ def test_a_seed_that_diverged_is_told_of_and_no_number(tmp_path: Path) -> None:
     library.save(diverged(other.config, 7, precision="tf32"))
     library.save(record(other.config, 51.0, seed=1, precision="bf16"))
     found = measured([asked, other], Library(tmp_path))  # as it is read
-    rows = table_rows(found, quick=False)
+    rows = table_rows(found)
     assert rows[0] == ["fixbn", "", "76.0 ± 0.5", "70.0, 2 of 3 seeds diverged in rounds 321, 400", "-", "70.0", "3"]
     assert rows[1][3] == "50.5 ± 0.7"
     study = Study(experiment(PublishedCell("fixbn", {}, 76.0, 0.5)), recipe())
@@ -329,18 +329,18 @@ def test_methods_are_ranked_within_a_setting() -> None:
 
 def test_a_quick_run_is_said_to_be_one_and_not_set_against_the_paper() -> None:
     study = Study(experiment(PublishedCell("fixbn", {}, 76.0, 0.5)), recipe())
-    found = results((cell("fixbn", 76.0, 0.5), 70.0))
-    assert table_rows(found, quick=True) == [["fixbn", "", "76.0 ± 0.5", "70.0", "-", "70.0", "1"]]
-    assert table_rows(found, quick=False)[0][4] == "-6.0"
-    assert next(sentences(study, found, quick=True)).startswith("quick run")
-    told = json.loads(json.dumps(to_json(study, found, quick=True)))
+    full, quick = (results((study.cells(quick=quick)[0], 70.0)) for quick in (False, True))
+    assert table_rows(quick) == [["fixbn", "", "-", "70.0", "-", "70.0", "1"]]
+    assert table_rows(full) == [["fixbn", "", "76.0 ± 0.5", "70.0", "-6.0", "70.0", "1"]]
+    assert next(sentences(study, quick, quick=True)).startswith("quick run")
+    told = json.loads(json.dumps(to_json(study, quick, quick=True)))
     assert told["quick"] is True
-    assert (told["cells"][0]["difference"], told["ranking"]) == (None, None)
+    assert (told["cells"][0]["paper"], told["cells"][0]["difference"], told["ranking"]) == (None, None, None)
     assert not [text for text in told["notes"] if text.startswith(("order of methods", "means"))]
     assert "played: small_resnet on fashion_mnist_small; settings above name" in told["notes"][1]
-    full = to_json(study, found, quick=False)
-    assert full["cells"][0]["difference"] == -6.0
-    assert full["ranking"] == {"agree": 0, "pairs": 0, "differ": []}
+    whole = to_json(study, full, quick=False)
+    assert (whole["cells"][0]["paper"], whole["cells"][0]["difference"]) == ({"mean": 76.0, "std": 0.5}, -6.0)
+    assert whole["ranking"] == {"agree": 0, "pairs": 0, "differ": []}
 
 
 def test_a_mean_agrees_within_the_papers_spread_or_ours_where_it_has_none() -> None:

@@ -92,6 +92,20 @@ def test_bars_stand_beside_what_was_published() -> None:
     assert list(averages) == ["batch size 32, agc True", "batch size 2, agc False"]
 
 
+@pytest.mark.parametrize("id", ["fixbn.norms", "fixbn.tI", "fedwon.t5"])
+def test_a_quick_picture_has_nothing_of_the_paper(id: str) -> None:
+    study = find_study(id)
+    quick = measured(study, study.cells(quick=True))
+    figure = make_figure(study, quick, quick=True)
+    labels = {label for axis in figure.axes for label in axis.get_legend_handles_labels()[1]}
+    assert labels
+    assert not [label for label in labels if "published" in label]
+    assert not [line for axis in figure.axes for line in axis.get_lines() if line.get_linestyle() == ":"]
+    shown = [each for each in quick if each.cell.setting.get("domain", "average") == "average"]
+    bars = [bar for axis in filled(study, "bars", quick).values() for bar in axis.patches]
+    assert [bar.get_height() for bar in bars] == [each.ours.mean for each in shown if each.ours]
+
+
 def test_a_deviation_that_nobody_knows_has_no_whisker() -> None:
     study = find_study("fixbn.tH")  # whose numbers were published without
     (once, *_) = measured(study)

@@ -290,7 +290,7 @@ def _stops() -> Iterator[None]:
 
 
 def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: bool, work: Path) -> None:
-    from fednorm.studies.beside import COLUMNS, NUMBERS, sentences, table_rows, to_json
+    from fednorm.studies.beside import COLUMNS, NUMBERS, OF_PAPER, sentences, table_rows, to_json
     from fednorm.studies.figures import picture_text
 
     if json:
@@ -299,7 +299,9 @@ def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: b
     picture = picture_text(study, results, work, quick=quick)  # first: where it cannot be written, that is all there is
     say(f"{study.id}: {study.recipe.about}", indent="")
     echo()
-    print_table(COLUMNS, table_rows(results, quick), numbers=NUMBERS, spare=["seeds", "best round"])
+    shown = [number for number, name in enumerate(COLUMNS) if not (quick and name in OF_PAPER)]
+    rows = [[row[number] for number in shown] for row in table_rows(results)]
+    print_table([COLUMNS[number] for number in shown], rows, numbers=NUMBERS, spare=["seeds", "best round"])
     echo()
     for text in sentences(study, results, quick):
         say(text)

@@ -13,6 +13,8 @@ from fednorm.studies.published import PublishedCell, method_label
 from fednorm.studies.study import Study, StudyCell
 
 COLUMNS = ("method", "setting", "paper", "ours", "difference", "best round", "seeds")
+OF_PAPER = ("paper", "difference")
+"""Columns that a quick run has not: it is not set against the paper."""
 NUMBERS = ("paper", "ours", "difference", "best round", "seeds")
 _SHOWN = 3
 """Pairs that are named where methods rank otherwise; `--json` has all."""
@@ -21,15 +23,15 @@ DIVERGED = "a method of which a seed diverged is not set against the paper; a me
 PEAK = "best round: chosen on test data, for comparison with papers that may have done so; never a result of its own"
 
 
-def table_rows(results: Sequence[Measured], quick: bool) -> list[list[str]]:
-    """One row a cell; a quick run is not set against the paper."""
+def table_rows(results: Sequence[Measured]) -> list[list[str]]:
+    """One row a cell."""
     return [
         [
             _reading(each),
             setting_text(each.cell.setting),
             published_text(each.cell.published),
             ours_text(each),
-            "-" if quick or each.difference is None else f"{each.difference:+.1f}",
+            "-" if each.difference is None else f"{each.difference:+.1f}",
             _text(each.peak),
             str(len(each.played)),
         ]
@@ -162,19 +164,19 @@ def ranking_text(found: Ranking) -> str:
 
 
 def to_json(study: Study, results: Sequence[Measured], quick: bool) -> dict[str, Any]:
-    """The table as JSON values, with every seed; a quick run is not set against the paper."""
+    """The table as JSON values, with every seed."""
     found = ranking(results)
     return {
         "id": study.id,
         "where": study.experiment.where,
         "quick": quick,
-        "cells": [_cell_json(each, quick) for each in results],
+        "cells": [_cell_json(each) for each in results],
         "ranking": None if quick else {"agree": found.agree, "pairs": found.pairs, "differ": list(found.differ)},
         "notes": list(sentences(study, results, quick)),
     }
 
 
-def _cell_json(each: Measured, quick: bool) -> dict[str, Any]:
+def _cell_json(each: Measured) -> dict[str, Any]:
     cell, ours, peak = each.cell, each.ours, each.peak
     return {
         "method": cell.method,
@@ -184,7 +186,7 @@ def _cell_json(each: Measured, quick: bool) -> dict[str, Any]:
         "variant": cell.variant,
         "paper": None if cell.published is None else {"mean": cell.published.mean, "std": cell.published.std},
         "ours": None if ours is None else {"mean": ours.mean, "std": ours.std, "n": ours.count},
-        "difference": None if quick else each.difference,
+        "difference": each.difference,
         "chosen_on_test": None if peak is None else {"mean": peak.mean, "std": peak.std, "n": peak.count},
         "runs": [
             {

@@ -94,8 +94,11 @@ def _curves_by_steps(axis: Axes, results: Sequence[Measured], by_axis: str, valu
 
 
 def bar_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
-    """What was published beside ours, a panel a setting; of domains only their average, where there is one."""
-    shown = [each for each in results if each.cell.published is not None]
+    """What was published beside ours, a panel a setting; of domains only their average, where there is one.
+
+    A quick run has nothing of the paper beside it.
+    """
+    shown = [each for each in results if each.cell.published is not None] or results
     averages = [each for each in shown if each.cell.selected == "average"]
     groups = _grouped(averages or shown, lambda cell: _setting(cell, domain=not averages))
     return [Panel(title, lambda axis, some=some: _bars(axis, some)) for title, some in groups.items()]
@@ -109,9 +112,12 @@ def _bars(axis: Axes, results: Sequence[Measured]) -> None:
     told = [(cell.mean, _whisker(cell.std)) for each in results if (cell := each.cell.published)]
     ours = [(each.ours.mean, _whisker(_std(each.ours))) for each in results if each.ours]
     places = range(len(results))
-    for shift, colour, label, bars in ((-0.2, "0.75", "published", told), (0.2, COLOURS[0], "ours, last round", ours)):
+    kinds = [("0.75", "published", told)] if told else []
+    kinds += [(COLOURS[0], "ours, last round", ours)]
+    for number, (colour, label, bars) in enumerate(kinds):
         means, spreads = zip(*bars, strict=True)
-        axis.bar([place + shift for place in places], means, 0.38, yerr=spreads, color=colour, label=label, capsize=2)
+        at = [place + 0.4 * (number - (len(kinds) - 1) / 2) for place in places]
+        axis.bar(at, means, 0.38, yerr=spreads, color=colour, label=label, capsize=2)
     axis.set_xticks(list(places), [each.cell.method for each in results], rotation=35, **_HANGING)
     spare = max(0, _USUAL_BARS - len(places)) / 2
     axis.set_xlim(-0.5 - spare, len(places) - 0.5 + spare)

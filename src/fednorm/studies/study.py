@@ -18,7 +18,7 @@ from fednorm.studies.recipes import Score, StudyRecipe, read_study_recipe
 
 @dataclass(frozen=True)
 class StudyCell:
-    """One number of a study: what was published, if it was, and the run it is read off."""
+    """One number of a study: what was published, if it was and is not a quick run's, and the run it is read off."""
 
     study: str
     method: str
@@ -154,7 +154,8 @@ class Study:
         config = updated(self._common, {**fields, "method": _full_name(expression.format_map(texts))})
         names = {**recipe.score.names, **recipe.score.stand_ins} if quick else recipe.score.names
         score = replace(recipe.score, names=names, at_time=recipe.quick_at_time if quick else recipe.score.at_time)
-        return StudyCell(self.id, method, setting, variant, config, score, published, self._describing)
+        told = None if quick else published  # a quick run is not the paper's setting, and nothing to set beside it
+        return StudyCell(self.id, method, setting, variant, config, score, told, self._describing)
 
     @cached_property
     def _common(self) -> RunConfig:
