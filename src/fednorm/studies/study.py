@@ -145,6 +145,8 @@ class Study:
         reading = recipe.variants[variant] if variant else {}
         expression = reading.get("methods", {}).get(method, expression)
         fields |= reading.get("set", {})
+        for axis, values in reading.get("axes", {}).items():
+            fields |= values.get(texts.get(axis, ""), {})
         if quick:
             expression = recipe.quick_methods.get(method, expression)
             fields |= {**recipe.quick, **recipe.quick_set.get(method, {})}
