@@ -149,8 +149,8 @@ def test_what_takes_too_long_is_not_begun_and_said_to_be(tmp_path: Path) -> None
     asked = study("fedavg", "fixbn")
     assert play_next([asked], place(tmp_path), 0.01, unwatched, said.append) == 0
     longest = max(seconds_of(cell.config, 1, on_gpu=False) for cell in asked.cells())
-    needed = f"paper.t1 (--minutes {int(longest // 60) + 1})"
-    assert said == [f"one seed takes longer than 0.01 minutes, and is never begun by --next with less than: {needed}"]
+    needed = f"paper.t1 (needs --minutes {int(longest // 60) + 1})"
+    assert said == [f"some runs take longer than 0.01 minutes seed by seed, and --next passes them over: {needed}"]
 
 
 def test_what_does_not_fit_a_usual_hold_is_listed(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_does_not_fit_a_usual_hold_is_listed(tmp_path: Path) -> None:
         assert alone < HOLD or needed[job.study] > alone, job.label
     assert {id for id, minutes in needed.items() if minutes} == {"fixbn.grid.tiny", "fixbn.t2", "fixbn.t3"}
     text = fednorm("reproduce", "--list", "--results", tmp_path / "results").out
-    assert f"fixbn.t2 (--minutes {needed['fixbn.t2']})" in text
+    assert f"fixbn.t2 (needs --minutes {needed['fixbn.t2']})" in text
 
 
 def test_a_run_that_diverges_is_named_and_leaves_the_others_alone(tmp_path: Path) -> None:

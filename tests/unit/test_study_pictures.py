@@ -280,6 +280,8 @@ def test_a_picture_names_the_seeds_that_diverged(tmp_path: Path) -> None:
     assert make_figure(study, alone).get_suptitle().splitlines()[1] == told.replace("1 of 3", "1 of 1")
     only = [each for each in alone if each.diverged]
     assert picture_text(study, only, tmp_path, quick=False) == "no picture: no run of fixbn.norms came to its end"
+    other = [replace(each, cell=replace(each.cell, variant="no_decay")) for each in only]
+    assert "fixbn.norms has no run yet to draw" in picture_text(study, other, tmp_path, quick=False)
 
 
 def test_statistics_of_two_clients_are_drawn_channel_by_channel() -> None:

@@ -230,7 +230,7 @@ def _print_list(place: Place, json: bool) -> None:
     echo()
     say("in the order in which `fednorm reproduce --next` plays them; `fednorm reproduce ID --quick` needs no data")
     if too_long:
-        say(f"by estimates for a GPU {too_long_text(too_long, HOLD)}")
+        say(f"by estimates for a GPU, {too_long_text(too_long, HOLD)}")
     say(f"states are those of the results in {place.library.folder}")
 
 

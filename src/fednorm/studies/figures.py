@@ -103,7 +103,7 @@ def panel_rows(study: Study, results: Sequence[Measured]) -> list[list[Panel]]:
     """The panels of every kind that the recipe names and for which there are results."""
     kinds = study.recipe.figure.get("kind", "bars")
     played = [each for each in results if each.records and not each.cell.variant]
-    if not played and any(each.diverged for each in results):
+    if not played and any(each.diverged for each in results if not each.cell.variant):
         raise ConfigError(f"no run of {study.id} came to its end")
     if not played:
         raise ConfigError(f"{study.id} has no run yet to draw; play it with: fednorm reproduce {study.id}")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Place:
     """numbers inside a GPU's convolutions and norms; None: bf16 on a GPU, fp32 elsewhere"""
     data_dir: str | None = None
 
-    @property
+    @cached_property
     def on_gpu(self) -> bool:
         return find_device(self.device).type == "cuda"
 

@@ -113,7 +113,6 @@ def play_next(
     Seeds that do not fit together are played one by one, as far as time goes. Data sets that are not here are passed
     over, and so is what another process plays in the same folder.
     """
-
     place.make_ready()
 
     @cache
@@ -150,8 +149,8 @@ def play_next(
 
 def too_long_text(seconds: Mapping[str, float], minutes: float) -> str:
     """Studies of which the longest run takes so many seconds, more than there are minutes, and what would do."""
-    needed = ", ".join(f"{study} (--minutes {minutes_for(alone)})" for study, alone in seconds.items())
-    return f"one seed takes longer than {minutes:g} minutes, and is never begun by --next with less than: {needed}"
+    needed = ", ".join(f"{study} (needs --minutes {minutes_for(alone)})" for study, alone in seconds.items())
+    return f"some runs take longer than {minutes:g} minutes seed by seed, and --next passes them over: {needed}"
 
 
 def minutes_for(seconds: float) -> int:
