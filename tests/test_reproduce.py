@@ -19,15 +19,18 @@ from fednorm.running.cells import Cell
 from fednorm.running.config import RunConfig, updated
 from fednorm.running.records import OnRow, RoundRow, RunId
 from fednorm.running.stopping import Interrupted
+from fednorm.studies.beside import ours_text
 from fednorm.studies.client_statistics import Look
 from fednorm.studies.estimate import seconds_of
 from fednorm.studies.library import Library, key_of
+from fednorm.studies.measured import measured
 from fednorm.studies.playing import Place, play_runs, wanted_runs
 from fednorm.studies.published import Experiment, PublishedCell
-from fednorm.studies.queue import play_next, with_data
+from fednorm.studies.queue import HOLD, missing_jobs, play_next, standing, with_data
 from fednorm.studies.recipes import Score, StudyRecipe
-from fednorm.studies.study import Study
+from fednorm.studies.study import Study, all_studies
 
+KEPT = str(Path(__file__).parents[1] / "studies" / "results")
 RUN = {
     "rounds": 4,
     "model": "mlp_bn",
@@ -141,11 +144,25 @@ def test_a_study_without_its_data_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_takes_too_long_is_not_begun(tmp_path: Path) -> None:
+def test_what_takes_too_long_is_not_begun_and_said_to_be(tmp_path: Path) -> None:
     said: list[str] = []
-    assert play_next([study("fedavg", "fixbn")], place(tmp_path), 0.01, unwatched, said.append) == 0
-    minutes = f"{seconds_of(study('fedavg').cells()[0].config, 1, on_gpu=False) / 60:.0f}"
-    assert said == [f"nothing that is missing is likely to end in time: the shortest takes about {minutes} minutes"]
+    asked = study("fedavg", "fixbn")
+    assert play_next([asked], place(tmp_path), 0.01, unwatched, said.append) == 0
+    longest = max(seconds_of(cell.config, 1, on_gpu=False) for cell in asked.cells())
+    needed = f"paper.t1 (needs --minutes {int(longest // 60) + 1})"
+    assert said == [f"some runs take longer than 0.01 minutes seed by seed, and --next passes them over: {needed}"]
+
+
+def test_what_does_not_fit_a_usual_hold_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    rows = fednorm("reproduce", "--list", "--json", "--results", tmp_path / "results").json
+    needed = {row["id"]: row["needs_minutes"] for row in rows}
+    for job in missing_jobs(all_studies(), lambda config, seed: False):
+        alone = seconds_of(job.config, 1, on_gpu=True) / 60
+        assert alone < HOLD or needed[job.study] > alone, job.label
+    assert {id for id, minutes in needed.items() if minutes} == {"fixbn.grid.tiny", "fixbn.t2", "fixbn.t3"}
+    text = fednorm("reproduce", "--list", "--results", tmp_path / "results").out
+    assert f"fixbn.t2 (needs --minutes {needed['fixbn.t2']})" in text
 
 
 def test_a_run_that_diverges_is_named_and_leaves_the_others_alone(tmp_path: Path) -> None:
@@ -153,7 +170,26 @@ def test_a_run_that_diverges_is_named_and_leaves_the_others_alone(tmp_path: Path
     asked = replace(study("fedavg", "fixbn", "fedbn"), recipe=StudyRecipe(RUN, methods, {}, Score()))
     with pytest.raises(DivergedError, match=r"^fedavg seed 0: diverged in round 1, client "):
         play_runs(wanted_runs(asked.cells(), [0]), place(tmp_path), unwatched)
-    assert sorted(name.split("-")[2] for name in digests(tmp_path)) == ["fedbn", "fixbn"]
+    kept = [json.loads(path.read_text()) for path in sorted((tmp_path / "results").glob("*.json"))]
+    assert [each["run"]["method"] for each in kept] == ["fedavg", "fedbn", "fixbn"]
+    assert {key: kept[0]["run"][key] for key in ("seed", "diverged_in")} == {"seed": 0, "diverged_in": 1}
+    assert kept[0]["run"]["why"].startswith("fedavg seed 0: diverged in round 1, client ")
+    assert kept[0]["run"]["ran"]["precision"] == "fp32"
+    assert kept[0]["environment"]["command"].startswith("fednorm")
+    assert kept[0]["environment"]["torch"]
+
+
+def test_a_run_that_diverged_is_not_played_again(tmp_path: Path) -> None:
+    methods = {"fedavg": {"method": "fedavg", "set": {"train.lr": 1e30}}, "fixbn": "fixbn"}
+    asked = replace(study("fedavg", "fixbn", seeds=(0,)), recipe=StudyRecipe(RUN, methods, {}, Score(), seeds=(0,)))
+    said: list[str] = []
+    assert play_next([asked], place(tmp_path), 5.0, unwatched, said.append) == 2
+    assert said[1].startswith("paper.t1  fedavg: diverged in round 1, client ")
+    assert play_next([asked], place(tmp_path), 5.0, unwatched, said.append) == 0
+    assert len(said) == 3
+    assert standing(asked, Library(tmp_path / "results")).state == "done"
+    (lost, _) = measured(asked.cells(), Library(tmp_path / "results"))
+    assert (lost.ours, lost.difference, ours_text(lost)) == (None, None, "diverged in round 1")
 
 
 def test_what_ended_before_a_signal_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +260,14 @@ def test_the_list_names_every_experiment(tmp_path: Path) -> None:
     assert (data["fixbn.t1"], data["fixbn.partitions"]) == ("cifar10", "cifar10, tiny_imagenet")
 
 
+def test_a_precision_that_is_asked_for_is_shown_and_counted(tmp_path: Path) -> None:
+    asked = ["--precision", "tf32", "--json", "--results", KEPT]
+    (cell,) = fednorm("reproduce", "fixbn.norms", "--show", "--methods", "fixbn", *asked).json["cells"]
+    assert [(run["seed"], run["precision"]) for run in cell["runs"]] == [(0, "tf32")]
+    counted = {row["id"]: row["cells_done"] for row in fednorm("reproduce", "--list", *asked).json}
+    assert counted["fixbn.norms"] == 0
+
+
 def test_the_queue_speaks_json(tmp_path: Path) -> None:
     places = ("--results", tmp_path / "results", "--work", tmp_path / "work", "--data-dir", tmp_path)
     done = fednorm("reproduce", "--next", "--json", *places)
@@ -244,11 +288,13 @@ def test_a_quick_study_prints_its_table_and_says_what_it_is(tmp_path: Path) -> N
     arguments = ["reproduce", "fixbn.tH", "--quick", "--methods", "fixbn", "--work", str(tmp_path), "-q"]
     done = fednorm(*arguments)
     assert done.code == 0
+    assert "76.6" not in done.out
+    assert "paper  " not in done.out
     assert "quick run: a small budget on embedded data, not the paper's setting" in done.out
     again = fednorm(*arguments, "--json").json  # played already
     assert again["quick"] is True
     assert again["cells"][0]["difference"] is None
-    assert again["cells"][0]["paper"] == {"mean": 76.56, "std": None}
+    assert again["cells"][0]["paper"] is None
     assert len(again["cells"][0]["runs"]) == 1
 
 
@@ -261,6 +307,8 @@ def test_some_settings_of_a_study_can_be_asked_for() -> None:
     reading = ["--methods", "fixbn", "--where", "variant=no_decay"]
     found = fednorm("reproduce", "fixbn.norms", "--show", "--json", *reading).json["cells"]
     assert [cell["variant"] for cell in found] == ["no_decay"]
+    found = fednorm("reproduce", "fixbn.tH", "--show", "--json", "--where", "freeze_affine=TRUE").json["cells"]
+    assert [cell["setting"]["freeze_affine"] for cell in found] == [True, True]
 
 
 @pytest.mark.slow
@@ -282,6 +330,16 @@ def test_centralized_fixbn_bears_the_rate_of_its_quick_run(tmp_path: Path) -> No
         (["fixbn.t1", "--methods", "gn"], "method of fixbn.t1 'gn' is not known"),
         (["fixbn.t1", "--precision", "fp8"], "--precision fp8 is not known; give fp32, tf32 or bf16"),
         (["--next", "--minutes", "-1"], "--minutes -1.0 is out of range; give a number above 0"),
+        (["--next", "--minutes", "inf"], "--minutes inf is out of range; give a number above 0 and below 1,000,000"),
+        (["--next", "--minutes", "1e7"], "is out of range; give a number above 0 and below 1,000,000"),
+        (["fixbn.t1", "--show", "--results", "nowhere"], "--results nowhere is no folder; give the folder in which"),
+        (["--list", "--results", "afile"], "--results afile is no folder; give the folder in which the results are"),
+        (["--next", "--work", "afile"], "'afile' cannot be written: File exists; choose another place"),
+        (["--next", "--results", "afile/x"], "'afile/x' cannot be written: Not a directory; choose another place"),
+        (["fixbn.t1", "--show", "--work", "afile", "--results", KEPT], "'afile' cannot be written: "),
+        (["fixbn.t1", "--show", "--device", "nonsense"], "device 'nonsense' is not known; give auto, cpu, cuda"),
+        (["--list", "--device", "nonsense"], "device 'nonsense' is not known; give auto, cpu, cuda"),
+        (["--next", "--device", "nonsense"], "device 'nonsense' is not known; give auto, cpu, cuda"),
         (["fixbn.t1", "--seeds", "x"], "--seeds x cannot be read"),
         (["--next", "--data-dir", "nowhere"], "--data-dir nowhere is no folder; give the folder in which the data"),
         (["fixbn.t1", "--seeds", ""], "--seeds cannot be read; give a number of seeds"),
@@ -290,6 +348,19 @@ def test_centralized_fixbn_bears_the_rate_of_its_quick_run(tmp_path: Path) -> No
         (["fixbn.momentum", "--where", "momentum"], "--where momentum has no value; write --where AXIS=VALUE"),
         (["fixbn.momentum", "--where", "norm=bn"], "setting of fixbn.momentum 'norm' is not known"),
         (["fixbn.momentum", "--where", "momentum=locl"], "momentum of fixbn.momentum 'locl' is not known; did you"),
+        (
+            ["fixbn.more_clients", "--where", "clients=5", "--where", "participation=0.5", "--show"],
+            "no cell of fixbn.more_clients has clients=5 and participation=0.5 together; "
+            "with participation=0.5 there is clients=100; with clients=5 there is participation=1\n",
+        ),
+        (
+            ["fixbn.norms", "--where", "variant=bare_in", "--methods", "fedavg_bn"],
+            "variant=bare_in of fixbn.norms is there for fedavg_in alone; give one of these as --methods",
+        ),
+        (
+            ["fixbn.tH", "--where", "freeze_affine=True", "--methods", "fixbn"],
+            "freeze_affine=true of fixbn.tH is there for fixbn_affine_only, fixbn_stats_affine alone",
+        ),
         (["--next", "--where", "momentum=local"], "--where has no meaning with --next; leave it out"),
         (["fixbn.t1", "--minutes", "3"], "--minutes has no meaning with 'fixbn.t1'; leave it out"),
         (["--list", "--show"], "--show has no meaning with --list; leave it out"),
@@ -299,8 +370,13 @@ def test_centralized_fixbn_bears_the_rate_of_its_quick_run(tmp_path: Path) -> No
         (["fixbn.t1", "--quick", "--results", "x"], "--results x is for the papers' settings, and a quick run is not"),
     ],
 )
-def test_wrong_input_is_refused_in_a_line(arguments: list[str], text: str) -> None:
+def test_wrong_input_is_refused_in_a_line(
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("")
     done = fednorm("reproduce", *arguments)
     assert done.code == 2
     assert text in done.err
     assert done.err.count("\n") == 1
+    assert done.out == ""

@@ -13,10 +13,10 @@ from pathlib import Path
 from fednorm.errors import ConfigError
 from fednorm.studies.beside import COLUMNS, NUMBERS, sentences, table_rows
 from fednorm.studies.figures import draw, panel_rows
-from fednorm.studies.library import Library
+from fednorm.studies.library import Diverged, Library, Record
 from fednorm.studies.measured import Measured, agreement, measured, ranking
-from fednorm.studies.queue import Standing, cell_label, standing
-from fednorm.studies.study import Study, all_studies
+from fednorm.studies.queue import Standing, standing
+from fednorm.studies.study import Study, all_studies, cell_label
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, PICTURES, RESULTS = ROOT / "docs" / "results.md", ROOT / "docs" / "img", ROOT / "studies" / "results"
@@ -31,7 +31,8 @@ its curve, its commit, its command and the machine it ran on. What was tried whe
 `paper` is what was published, with its spread where there is one; `ours` is the score after the last round, mean and
 sample standard deviation over the seeds. `best round` is the mean of each seed's best scored round: it is **chosen on
 test**, stands here only because a paper may have done so, and is no result. A table has the cells that have runs;
-a reading other than the main one is named in brackets behind its method.
+a reading other than the main one is named in brackets behind its method. A run that diverged says in which round; a
+mean is over the other seeds then, and is not set against the paper.
 
 `beside the paper` in the list below: how many of our means lie within the paper's spread around the published ones, or
 within ours where it prints none, and how many pairs of methods that the paper tells apart rank here as they do there.
@@ -57,7 +58,7 @@ def page(folder: Path = RESULTS) -> str:
 
 def played(study: Study, library: Library) -> list[Measured]:
     """The cells of a study that have runs, other readings last."""
-    return [each for each in measured(study.cells(variants=True), library) if each.records]
+    return [each for each in measured(study.cells(variants=True), library) if each.played]
 
 
 def _overview(standings: Sequence[Standing], library: Library) -> str:
@@ -107,7 +108,7 @@ def _section(study: Study, results: Sequence[Measured], library: Library) -> Ite
 
 def _table(results: Sequence[Measured]) -> Iterator[str]:
     """The table, less the columns that have nothing to say in it."""
-    rows = table_rows(results, quick=False)
+    rows = table_rows(results)
     kept = [number for number in range(len(COLUMNS)) if any(row[number] not in ("", "-") for row in rows)]
     names = [COLUMNS[number] for number in kept]
     yield f"| {' | '.join(names).replace('best round', 'best round (chosen on test)')} |"
@@ -118,11 +119,11 @@ def _table(results: Sequence[Measured]) -> Iterator[str]:
 def _open(study: Study, library: Library) -> Iterator[str]:
     """Cells of the main reading that have no run, and those that lack seeds."""
     of_cells = measured(study.cells(), library)
-    missing = [cell_label(each.cell) for each in of_cells if not each.records]
+    missing = [cell_label(each.cell) for each in of_cells if not each.played]
     if missing:
         yield ", ".join(missing) if len(missing) <= NAMED else f"{len(missing)} of {len(of_cells)} cells"
     seeds = len(study.recipe.seeds)
-    begun = [(cell_label(each.cell), len(each.records)) for each in of_cells if each.records]
+    begun = [(cell_label(each.cell), len(each.played)) for each in of_cells if each.played]
     short = [f"{label} ({count} of {seeds} seeds)" for label, count in begun if count < seeds]
     if short:
         yield ", ".join(short)
@@ -143,13 +144,15 @@ def drawable(study: Study, results: Sequence[Measured]) -> bool:
 
 def _origins(study: Study, results: Sequence[Measured]) -> Iterator[str]:
     """Commands, commits and seconds of the runs."""
-    found = [record for each in results for record in (*each.records, *each.others)]
-    records = list({record.file_name: record for record in found}.values())
+    found = [outcome for each in results for outcome in (*each.played, *each.others)]
+    records = list({outcome.file_name: outcome for outcome in found}.values())
     played_by = sorted({str(record.environment.get("command", "")) for record in records})
     yield f"command: `fednorm reproduce {study.id}`; played by {', '.join(f'`{text}`' for text in played_by)}"
     commits = sorted({str(record.environment.get("commit", "unknown"))[:12] for record in records})
     yield f"commit: {', '.join(commits)}"
-    yield f"runs: {len(records)}, {sum(record.run['seconds'] for record in records):,.0f} s in all"
+    lost = sum(isinstance(record, Diverged) for record in records)
+    seconds = sum(record.run["seconds"] for record in records if isinstance(record, Record))
+    yield f"runs: {len(records)}{f', {lost} of which diverged' if lost else ''}, {seconds:,.0f} s in all"
 
 
 def draw_all(folder: Path = RESULTS) -> list[Path]:

@@ -60,6 +60,8 @@ class DivergedError(FednormError):
     """Training produced a value that is not finite."""
 
     exit_code = 3
+    round: int | None = None
+    """in which round, or on a clock on the way to which version, where that is known"""
 
 
 class QuorumError(FednormError):

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,6 +73,13 @@ def disk_errors(path: Path) -> Iterator[None]:
         if error.errno in _NO_PLACE:
             raise ConfigError(f"'{path}' cannot be written: {error.strerror}; choose another place") from None
         raise
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder and write into it once, so that nothing of hours ends where it cannot be kept."""
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def refuse_links(*paths: Path) -> None:

@@ -273,6 +273,18 @@ def test_more_clients_share_the_same_epochs() -> None:
         assert each.config.rounds * cohort * 100 * 20 == 128 * 50_000
 
 
+def test_half_of_the_clients_see_the_data_as_often() -> None:
+    half = "half_of_the_clients"
+    for method in ("fedavg_bn", "fedavg_bn_posthoc"):
+        config = cell("fixbn.posthoc", method, half).config
+        assert config.rounds * config.cohort_size(10) * 100 * 20 == 128 * 100_000
+    for each in find_study("fixbn.grid.tiny").cells(where={"variant": [half]}, variants=True):
+        config = each.config
+        assert config.cohort_size(10) == 5
+        epochs = config.rounds * 5 * (config.train.local_steps or 0) * 20 / 100_000
+        assert config.rounds == 128 if each.setting["budget"] == "rounds" else epochs == pytest.approx(128, rel=0.005)
+
+
 def test_clients_that_come_one_by_one() -> None:
     config = cell("async.time", "fedbuff", times="shifted").config
     assert config.method == "fedbuff(b=2,lr=0.05,staleness=None)+nonorm"

@@ -13,9 +13,19 @@ import pytest
 
 from fednorm.errors import CheckpointError, ConfigError
 from fednorm.running.config import RunConfig, to_dict, updated
-from fednorm.studies.beside import agreement_text, precision_text, ranking_text, sentences, table_rows, to_json
-from fednorm.studies.library import Library, Record, key_of, make_record
+from fednorm.studies.beside import (
+    DIVERGED,
+    agreement_text,
+    precision_text,
+    ranking_text,
+    sentences,
+    table_rows,
+    to_json,
+)
+from fednorm.studies.estimate import seconds_of, usual_seconds
+from fednorm.studies.library import Diverged, Library, Record, key_of, make_record
 from fednorm.studies.measured import Measured, agreement, measured, ranking
+from fednorm.studies.playing import Place
 from fednorm.studies.published import Experiment, PublishedCell, experiments, find_experiment
 from fednorm.studies.queue import missing_jobs, standing
 from fednorm.studies.recipes import Score, StudyRecipe
@@ -49,6 +59,13 @@ def record(config: RunConfig, final: float, *, seed: int = 0, precision: str = "
     }
     row: Any = {"round": 2, "eval": {}, "train_loss": 0.5}
     return make_record(config, run, [row, {"round": 1, "train_loss": 9.0}], [], {"commit": "abc"})  # pyright: ignore
+
+
+def diverged(config: RunConfig, round: int, *, seed: int = 0, precision: str = "fp32") -> Diverged:
+    ran = {"precision": precision, "device_name": "a machine", "device": "cpu"}
+    why = f"diverged in round {round}, client 0: its loss is nan"
+    run: Any = {"method": config.method, "seed": seed, "diverged_in": round, "why": why, "ran": ran}
+    return Diverged(key_of(config), to_dict(config), run, {"commit": "abc", "command": "fednorm reproduce"})
 
 
 def cell(method: str, mean: float, std: float | None = None, **setting: Any) -> StudyCell:
@@ -159,8 +176,71 @@ def test_the_precision_with_most_seeds_is_shown(tmp_path: Path) -> None:
     assert str(first.ours) == "90.0"  # of equally many, the most exact
     assert first.difference == 40.0
     assert precision_text(both, both.others[0]) == "fedavg, seed 0: bf16 10.0, tf32 90.0"
+    (exact,) = measured([asked], library, precision="tf32")
+    assert str(exact.ours) == "90.0"  # as it was asked for
     assert library.has(asked.config, 1)
     assert not library.has(asked.config, 1, "tf32")
+
+
+def test_a_seed_counts_in_the_precision_that_is_shown(tmp_path: Path) -> None:
+    study = Study(experiment(PublishedCell("fedavg_bn", {}, 54.0, None)), recipe(seeds=(0, 1, 2)))
+    (asked,) = study.cells()
+    library = Library(tmp_path)
+    for seed, precision in [(0, "tf32"), (1, "bf16"), (2, "bf16")]:
+        library.save(record(asked.config, 50.0, seed=seed, precision=precision))
+    assert (standing(study, library).done, standing(study, library).begun) == (0, 1)
+    assert [job.seeds for job in missing_jobs([study], library.has)] == [(0,)]
+    exact = Place(library, tmp_path / "work", "cpu", "tf32")
+    assert [job.seeds for job in missing_jobs([study], exact.has)] == [(1, 2)]
+    library.save(record(asked.config, 50.0, precision="bf16"))
+    assert standing(study, library).done == 1
+    assert standing(study, library, "tf32").done == 0
+    assert list(missing_jobs([study], library.has)) == []
+
+
+def test_what_a_machine_has_played_in_its_own_precision_is_not_played_there_again(tmp_path: Path) -> None:
+    study = Study(experiment(PublishedCell("fedavg_bn", {}, 54.0, None)), recipe(seeds=(0, 1, 2)))
+    (asked,) = study.cells()
+    here = Place(Library(tmp_path), tmp_path / "work", "cpu")
+    here.library.save(record(asked.config, 50.0, precision="fp32"))
+    assert [job.seeds for job in missing_jobs([study], here.has)] == [(1, 2)]
+    for seed in (1, 2):
+        here.library.save(record(asked.config, 50.0, seed=seed, precision="bf16"))
+    assert standing(study, here.library).done == 0
+    assert list(missing_jobs([study], here.has)) == []
+
+
+def test_estimates_grow_with_the_pixels_that_are_trained_on() -> None:
+    def steps(model: str, **fields: Any) -> float:
+        told = {"rounds": 100_000, "model": model, "data.clients": 100, "train.local_steps": 10}
+        told |= {"data.name": "cifar10", **{name.replace("_", ".", 1): value for name, value in fields.items()}}
+        return seconds_of(updated(RunConfig(), told), 1, on_gpu=True)
+
+    small = steps("resnet18")
+    assert steps("resnet18", data_size=64) == pytest.approx(4 * small, rel=0.1)
+    assert steps("resnet18", data_name="tiny_imagenet") == pytest.approx(4 * small, rel=0.1)
+    assert steps("resnet18", train_augment="crop(2)+flip") == small
+    assert steps("resnet18", data_size=64, train_augment="window(32)") == pytest.approx(small, rel=0.01)
+    assert steps("resnet18", data_size=64, train_augment="resized_crop(0.08)") == steps("resnet18", data_size=64)
+    assert steps("resnet18(stem=imagenet)", data_size=128) == pytest.approx(small, rel=0.01)
+    # Timed at 192 pixels, whole images are 1024 x 2048.
+    city = steps("deeplabv3plus", data_name="cityscapes", train_augment="window(768)")
+    assert city == pytest.approx(16 * steps("deeplabv3plus", data_size=192), rel=0.1)
+
+
+def test_a_run_takes_what_others_of_its_precision_took_seed_by_seed(tmp_path: Path) -> None:
+    config = updated(RunConfig(), {"rounds": 1000, "data.name": "cifar10"})
+    here = Place(Library(tmp_path), tmp_path / "work", "cpu")
+    guessed = [seconds_of(config, count, on_gpu=False) for count in (1, 2)]
+    assert [usual_seconds(config, count, here) for count in (1, 2)] == guessed
+    for seed, precision, share in [(0, "fp32", 40.0), (1, "fp32", 40.0), (0, "tf32", 900.0)]:
+        kept = record(config, 50.0, seed=seed, precision=precision)
+        kept.run["seconds"] = share
+        here.library.save(kept)
+    # Two seeds in one stack took 80 seconds, so one alone takes less than that and more than half of it.
+    assert usual_seconds(config, 2, here) == pytest.approx(80.0)
+    assert usual_seconds(config, 1, here) == pytest.approx(80.0 * guessed[0] / guessed[1])
+    assert 40.0 < usual_seconds(config, 1, here) < 80.0
 
 
 def test_a_domain_is_the_mean_of_its_clients() -> None:
@@ -175,6 +255,55 @@ def test_a_domain_is_the_mean_of_its_clients() -> None:
     assert found.ours is not None
     assert found.ours.mean == 20.0
     assert found.peak is None
+
+
+def test_a_seed_that_diverged_is_told_of_and_no_number(tmp_path: Path) -> None:
+    asked, other = cell("fixbn", 76.0, 0.5), cell("fedavg", 54.0, 4.0)
+    library = Library(tmp_path)
+    library.save(record(asked.config, 70.0))
+    library.save(diverged(asked.config, 321, seed=1))
+    library.save(diverged(asked.config, 400, seed=2))
+    library.save(record(other.config, 50.0, precision="bf16"))
+    library.save(diverged(other.config, 7, precision="tf32"))
+    library.save(record(other.config, 51.0, seed=1, precision="bf16"))
+    found = measured([asked, other], Library(tmp_path))  # as it is read
+    rows = table_rows(found)
+    assert rows[0] == ["fixbn", "", "76.0 ± 0.5", "70.0, 2 of 3 seeds diverged in rounds 321, 400", "-", "70.0", "3"]
+    assert rows[1][3] == "50.5 ± 0.7"
+    study = Study(experiment(PublishedCell("fixbn", {}, 76.0, 0.5)), recipe())
+    assert (ranking(found).pairs, agreement(found).compared) == (0, 1)
+    told = to_json(study, found, quick=False)
+    assert [(run["seed"], run["round"], run["commit"]) for run in told["cells"][0]["diverged"]] == [
+        (1, 321, "abc"),
+        (2, 400, "abc"),
+    ]
+    assert told["cells"][0]["ours"] == {"mean": 70.0, "std": 0.0, "n": 1}
+    assert "fedavg, seed 0: bf16 50.0, tf32 diverged in round 7" in told["notes"]
+    assert DIVERGED in told["notes"]
+
+
+def test_a_run_that_did_not_diverge_when_played_anew_takes_the_place_of_one_that_did(tmp_path: Path) -> None:
+    library = Library(tmp_path)
+    lost = library.save(diverged(RunConfig(), 3))
+    assert library.save(record(RunConfig(), 50.0)) == lost
+    assert [type(outcome) for outcome in library.outcomes(RunConfig())] == [Record]
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        ({"diverged_in": "321"}, "diverged_in is str"),
+        ({"why": None}, "why is NoneType"),
+        ({"seed": "0"}, "seed is str"),
+        ({"ran": {"precision": "fp8"}}, "precision 'fp8' is not known"),
+    ],
+)
+def test_a_damaged_file_of_a_run_that_diverged_is_refused(tmp_path: Path, damage: dict[str, object], why: str) -> None:
+    path = Library(tmp_path).save(diverged(RunConfig(), 3))
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "run": stored["run"] | damage}))
+    with pytest.raises(CheckpointError, match=re.escape(why)):
+        Library(tmp_path).has(RunConfig(), 0)
 
 
 def results(*pairs: tuple[StudyCell, float]) -> list[Measured]:
@@ -200,18 +329,18 @@ def test_methods_are_ranked_within_a_setting() -> None:
 
 def test_a_quick_run_is_said_to_be_one_and_not_set_against_the_paper() -> None:
     study = Study(experiment(PublishedCell("fixbn", {}, 76.0, 0.5)), recipe())
-    found = results((cell("fixbn", 76.0, 0.5), 70.0))
-    assert table_rows(found, quick=True) == [["fixbn", "", "76.0 ± 0.5", "70.0", "-", "70.0", "1"]]
-    assert table_rows(found, quick=False)[0][4] == "-6.0"
-    assert next(sentences(study, found, quick=True)).startswith("quick run")
-    told = json.loads(json.dumps(to_json(study, found, quick=True)))
+    full, quick = (results((study.cells(quick=quick)[0], 70.0)) for quick in (False, True))
+    assert table_rows(quick) == [["fixbn", "", "-", "70.0", "-", "70.0", "1"]]
+    assert table_rows(full) == [["fixbn", "", "76.0 ± 0.5", "70.0", "-6.0", "70.0", "1"]]
+    assert next(sentences(study, quick, quick=True)).startswith("quick run")
+    told = json.loads(json.dumps(to_json(study, quick, quick=True)))
     assert told["quick"] is True
-    assert (told["cells"][0]["difference"], told["ranking"]) == (None, None)
+    assert (told["cells"][0]["paper"], told["cells"][0]["difference"], told["ranking"]) == (None, None, None)
     assert not [text for text in told["notes"] if text.startswith(("order of methods", "means"))]
     assert "played: small_resnet on fashion_mnist_small; settings above name" in told["notes"][1]
-    full = to_json(study, found, quick=False)
-    assert full["cells"][0]["difference"] == -6.0
-    assert full["ranking"] == {"agree": 0, "pairs": 0, "differ": []}
+    whole = to_json(study, full, quick=False)
+    assert (whole["cells"][0]["paper"], whole["cells"][0]["difference"]) == ({"mean": 76.0, "std": 0.5}, -6.0)
+    assert whole["ranking"] == {"agree": 0, "pairs": 0, "differ": []}
 
 
 def test_a_mean_agrees_within_the_papers_spread_or_ours_where_it_has_none() -> None:
@@ -243,7 +372,7 @@ def test_a_study_is_open_partly_done_or_done(tmp_path: Path) -> None:
     )
     library = Library(tmp_path)
     assert standing(study, library).state == "open"
-    assert [(job.label, job.seeds) for job in missing_jobs([study], library)] == [
+    assert [(job.label, job.seeds) for job in missing_jobs([study], library.has)] == [
         ("fedavg_bn", (0, 1)),
         ("fixbn", (0, 1)),
         ("fedavg_bn [long]", (0, 1)),
@@ -252,7 +381,7 @@ def test_a_study_is_open_partly_done_or_done(tmp_path: Path) -> None:
     main = study.cells()
     for asked, seed in [(main[0], 0), (main[1], 0), (main[1], 1)]:
         library.save(record(asked.config, 1.0, seed=seed))
-    assert next((job.label, job.seeds) for job in missing_jobs([study], library)) == ("fedavg_bn", (1,))
+    assert next((job.label, job.seeds) for job in missing_jobs([study], library.has)) == ("fedavg_bn", (1,))
     found = standing(study, library)
     assert (found.state, found.cells, found.done, found.begun) == ("partly", 2, 1, 2)
     library.save(record(main[0].config, 1.0, seed=1))
@@ -266,7 +395,7 @@ def test_seeds_that_share_no_stack_are_jobs_of_their_own(tmp_path: Path) -> None
         recipe(seeds=(0, 1), methods=on_clock),
     )
     library = Library(tmp_path)
-    jobs = list(missing_jobs([study], library))
+    jobs = list(missing_jobs([study], library.has))
     assert [(job.label, job.seeds) for job in jobs] == [
         ("fedavg_bn", (0,)),
         ("fixbn", (0,)),
@@ -294,6 +423,10 @@ OF_ANOTHER_RUN = "its key is not that of its config, so it would stand for anoth
         ({"key": []}, "TypeError: key is list"),
         ({"environment": None}, "TypeError: environment is NoneType"),
         ({"train_loss": {"round": [1], "loss": []}}, "ValueError: it has no scores, or not as many losses as rounds"),
+        (
+            {"train_loss": {"round": [1], "loss": [0.5], "weighted": []}},
+            "ValueError: it has no scores, or not as many losses as rounds",
+        ),
         ({"probes": [3]}, "TypeError: 'int' object is not subscriptable"),
     ],
 )

@@ -16,7 +16,7 @@ from fednorm.errors import ConfigError
 from fednorm.running.config import to_dict
 from fednorm.running.records import RoundRow, RunResult
 from fednorm.studies.figures import QUICK, draw, make_figure, panel_rows, picture_text
-from fednorm.studies.library import Library, Record, key_of, make_record
+from fednorm.studies.library import Diverged, Library, Record, key_of, make_record
 from fednorm.studies.measured import Measured
 from fednorm.studies.panels import KINDS, probe_curves
 from fednorm.studies.study import Study, StudyCell, all_studies, find_study
@@ -90,6 +90,20 @@ def test_bars_stand_beside_what_was_published() -> None:
     assert [bar.get_height() for bar in axis.patches] == [52.0, 89.0, 61.0, 62.0]
     averages = filled(find_study("fedwon.t5"), "bars")
     assert list(averages) == ["batch size 32, agc True", "batch size 2, agc False"]
+
+
+@pytest.mark.parametrize("id", ["fixbn.norms", "fixbn.tI", "fedwon.t5"])
+def test_a_quick_picture_has_nothing_of_the_paper(id: str) -> None:
+    study = find_study(id)
+    quick = measured(study, study.cells(quick=True))
+    figure = make_figure(study, quick, quick=True)
+    labels = {label for axis in figure.axes for label in axis.get_legend_handles_labels()[1]}
+    assert labels
+    assert not [label for label in labels if "published" in label]
+    assert not [line for axis in figure.axes for line in axis.get_lines() if line.get_linestyle() == ":"]
+    shown = [each for each in quick if each.cell.setting.get("domain", "average") == "average"]
+    bars = [bar for axis in filled(study, "bars", quick).values() for bar in axis.patches]
+    assert [bar.get_height() for bar in bars] == [each.ours.mean for each in shown if each.ours]
 
 
 def test_a_deviation_that_nobody_knows_has_no_whisker() -> None:
@@ -181,6 +195,26 @@ def test_probes_and_training_loss_are_drawn_by_round() -> None:
     assert labels == ["fedavg_bn", "fixbn"]
 
 
+def test_the_training_loss_that_is_drawn_weighs_clients_by_their_examples() -> None:
+    study = find_study("fixbn.dynamics")
+    cell = study.cells(methods=["fixbn"])[0]
+    rows: Any = [
+        {"round": 1, "train_loss": 8.0, "train_loss_weighted": 9.0},
+        {"round": 2, "train_loss": 2.0, "train_loss_weighted": 3.0, "eval": {}},
+        {"round": 4, "train_loss": 1.0, "train_loss_weighted": 1.5, "eval": {}},
+    ]
+    made = make_record(cell.config, record(cell, 0, 50.0).run, rows, [], {})
+    assert made.train_loss == {"round": [2, 4], "loss": [2.0, 1.0], "weighted": [3.0, 1.5]}
+    (axis,) = (axis for title, axis in filled(study, "probes", [Measured(cell, (made,))]).items() if "loss" in title)
+    assert axis.get_lines()[0].get_ydata().tolist() == [3.0, 1.5]
+    # Beside a file from before, all are drawn as that one has it.
+    older = replace(made, train_loss={"round": [2, 4], "loss": [4.0, 3.0]})
+    both = filled(study, "probes", [Measured(cell, (made, older))])
+    (title,) = (title for title in both if title.startswith("training loss"))
+    assert title.split(",")[0] == "training loss"
+    assert both[title].get_lines()[0].get_ydata().tolist() == [3.0, 2.0]
+
+
 def test_a_result_keeps_what_probes_saw_in_scored_rounds() -> None:
     """Clients that see 1 and 3 in turn: mean 2 over both clients, variance 1 over any even window."""
     cell = find_study("fixbn.dynamics").cells()[0]
@@ -232,6 +266,22 @@ def test_what_cannot_be_drawn_is_told() -> None:
     text = picture_text(statistics, measured(statistics), Path("unused"), quick=False)
     why = "fedwon.f2 shows statistics of single clients, which none of its runs kept"
     assert text == f"no picture: {why}; move their files elsewhere and play it anew"
+
+
+def test_a_picture_names_the_seeds_that_diverged(tmp_path: Path) -> None:
+    study = find_study("fixbn.norms")
+    config = study.cells(methods=["fixbn"])[0].config
+    run: Any = {"method": config.method, "seed": 2, "diverged_in": 321, "why": "", "ran": {"precision": "fp32"}}
+    lost = Diverged(key_of(config), to_dict(config), run, {})
+    results = [replace(each, diverged=(lost,)) if each.cell.method == "fixbn" else each for each in measured(study)]
+    told = "without seeds that diverged: fixbn (1 of 3)"
+    assert make_figure(study, results).get_suptitle().splitlines()[1] == told
+    alone = [replace(each, records=()) if each.cell.method == "fixbn" else each for each in results]
+    assert make_figure(study, alone).get_suptitle().splitlines()[1] == told.replace("1 of 3", "1 of 1")
+    only = [each for each in alone if each.diverged]
+    assert picture_text(study, only, tmp_path, quick=False) == "no picture: no run of fixbn.norms came to its end"
+    other = [replace(each, cell=replace(each.cell, variant="no_decay")) for each in only]
+    assert "fixbn.norms has no run yet to draw" in picture_text(study, other, tmp_path, quick=False)
 
 
 def test_statistics_of_two_clients_are_drawn_channel_by_channel() -> None:
@@ -288,6 +338,17 @@ def test_the_page_has_what_the_files_hold(tool: ModuleType, tmp_path: Path) -> N
     assert "- [lr_0_02]: the smaller learning rate that the paper names" in page
     assert "- command: `fednorm reproduce fixbn.t1`; played by `fednorm reproduce --next`" in page
     assert "- commit: 0123456789ab\n- runs: 4, 48 s in all" in page
+
+
+def test_the_page_tells_of_runs_that_diverged(tool: ModuleType, tmp_path: Path) -> None:
+    library = Library(tmp_path)
+    config = find_study("fixbn.norms").cells(methods=["fixbn"])[0].config
+    run: Any = {"method": config.method, "seed": 0, "diverged_in": 321, "why": "", "ran": {"precision": "fp32"}}
+    library.save(Diverged(key_of(config), to_dict(config), run, {"commit": "0123456789abcdef"}))
+    page = tool.page(tmp_path)
+    assert "| [fixbn.norms](#fixbnnorms) | partly | 0 of 7 |" in page
+    assert "| fixbn | 76.6 ± 0.7 | diverged in round 321 | 1 |" in page
+    assert "- commit: 0123456789ab\n- runs: 1, 1 of which diverged, 0 s in all" in page
 
 
 def test_a_stale_page_is_found(

@@ -45,7 +45,7 @@ Where = Annotated[
     ),
 ]
 Variants = Annotated[bool, option("--variants", help="also other readings of the paper", panel=_WHAT)]
-Show = Annotated[bool, option("--show", help="play nothing, print what is there", panel=_WHAT)]
+Show = Annotated[bool, option("--show", help="play nothing: print what is there, and draw it into --work", panel=_WHAT)]
 Next = Annotated[bool, option("--next", help="play what is missing, study after study", panel=_WHAT)]
 Minutes = Annotated[
     float | None,
@@ -102,7 +102,7 @@ def reproduce(
     if sum((id is not None, listing, queue)) != 1:
         raise ConfigError("give one of: an experiment such as fixbn.norms, --list, or --next")
     if minutes is not None and not 0 < minutes < 1e6:
-        raise ConfigError(f"--minutes {minutes} is out of range; give a number above 0")
+        raise ConfigError(f"--minutes {minutes} is out of range; give a number above 0 and below 1,000,000")
     chosen = {"--quick": quick, "--seeds": seeds, "--methods": methods, "--where": " ".join(where or []) or None}
     chosen |= {"--variants": variants, "--show": show}
     if id is None:
@@ -116,18 +116,22 @@ def reproduce(
         )
     if data_dir is not None and not Path(data_dir).is_dir():
         raise ConfigError(f"--data-dir {data_dir} is no folder; give the folder in which the data sets are")
+    if results is not None and (listing or show) and not results.is_dir():
+        raise ConfigError(f"--results {results} is no folder; give the folder in which the results are")
+    from fednorm.engines.machine import find_device
     from fednorm.studies.library import PRECISIONS, Library
     from fednorm.studies.playing import Place
 
     if precision not in (None, *PRECISIONS):
         raise ConfigError(f"--precision {precision} is not known; give fp32, tf32 or bf16")
+    find_device(device)  # refused also where nothing is played
     # What a quick run gives must never be taken for a result.
     folder = work / "quick-results" if quick else Path("studies/results") if results is None else results
     place = Place(Library(folder), work, device, precision, data_dir)
     if listing:
         _print_list(place, json)
     elif queue:
-        _play_next(place, 25.0 if minutes is None else minutes, quiet, json)
+        _play_next(place, minutes, quiet, json)
     else:
         from fednorm.studies.measured import measured
         from fednorm.studies.study import all_studies, find_study
@@ -139,6 +143,10 @@ def reproduce(
         settings = _read_where(where or [])
         readings = variants or "variant" in settings
         cells = study.cells(quick=quick, methods=named, where=settings, variants=readings)
+
+        def found() -> list[Measured]:
+            return measured(cells, place.library, chosen_seeds, precision)
+
         if not show:
             from fednorm.studies.client_statistics import looks_of
             from fednorm.studies.playing import play_runs, wanted_runs
@@ -152,9 +160,9 @@ def reproduce(
                 with _stops():
                     play_runs(runs, place, _watched(quiet, json), looks=looks_of(all_studies()))
             except DivergedError:  # of one run, which is no reason to keep the others' numbers back
-                _print_study(study, measured(cells, place.library, chosen_seeds), quick, json, work)
+                _print_study(study, found(), quick, json, work)
                 raise
-        _print_study(study, measured(cells, place.library, chosen_seeds), quick, json, work)
+        _print_study(study, found(), quick, json, work)
 
 
 def _read_where(texts: Sequence[str]) -> dict[str, list[str]]:
@@ -180,11 +188,13 @@ def _refuse_for(what: str, given: Mapping[str, object]) -> None:
 
 
 def _print_list(place: Place, json: bool) -> None:
-    from fednorm.studies.queue import is_here, standing
+    from fednorm.studies.queue import HOLD, is_here, longest_seconds, minutes_for, standing, too_long_text
     from fednorm.studies.study import all_studies
 
-    found = [standing(study, place.library) for study in all_studies()]
+    found = [standing(study, place.library, place.precision) for study in all_studies()]
     here = {name: is_here(name, place.data_dir) for name in {name for each in found for name in each.study.data}}
+    longest = {each.study.id: longest_seconds(each.study, place.has) for each in found}
+    too_long = {id: seconds for id, seconds in longest.items() if seconds >= 60 * HOLD}
     rows = [
         {
             "id": each.study.id,
@@ -195,6 +205,7 @@ def _print_list(place: Place, json: bool) -> None:
             "about": each.study.recipe.about,
             "data": ", ".join(each.study.data),
             "data_here": all(here[name] for name in each.study.data),
+            "needs_minutes": minutes_for(longest[each.study.id]) if each.study.id in too_long else None,
         }
         for each in found
     ]
@@ -218,17 +229,19 @@ def _print_list(place: Place, json: bool) -> None:
     )
     echo()
     say("in the order in which `fednorm reproduce --next` plays them; `fednorm reproduce ID --quick` needs no data")
+    if too_long:
+        say(f"by estimates for a GPU, {too_long_text(too_long, HOLD)}")
     say(f"states are those of the results in {place.library.folder}")
 
 
-def _play_next(place: Place, minutes: float, quiet: bool, json: bool) -> None:
-    from fednorm.studies.queue import play_next
+def _play_next(place: Place, minutes: float | None, quiet: bool, json: bool) -> None:
+    from fednorm.studies.queue import HOLD, play_next
     from fednorm.studies.study import all_studies
 
     told = sys.stderr if json else sys.stdout
     with _stops():
         watched = _watched(quiet, json)
-        played = play_next(all_studies(), place, minutes, watched, lambda text: echo(text, told, flush=True))
+        played = play_next(all_studies(), place, minutes or HOLD, watched, lambda text: echo(text, told, flush=True))
     if json:
         print_json({"played": played, "results": str(place.library.folder)})
     else:
@@ -277,16 +290,19 @@ def _stops() -> Iterator[None]:
 
 
 def _print_study(study: Study, results: Sequence[Measured], quick: bool, json: bool, work: Path) -> None:
-    from fednorm.studies.beside import COLUMNS, NUMBERS, sentences, table_rows, to_json
+    from fednorm.studies.beside import COLUMNS, NUMBERS, OF_PAPER, sentences, table_rows, to_json
     from fednorm.studies.figures import picture_text
 
     if json:
         print_json(to_json(study, results, quick))
         return
+    picture = picture_text(study, results, work, quick=quick)  # first: where it cannot be written, that is all there is
     say(f"{study.id}: {study.recipe.about}", indent="")
     echo()
-    print_table(COLUMNS, table_rows(results, quick), numbers=NUMBERS, spare=["seeds", "best round"])
+    shown = [number for number, name in enumerate(COLUMNS) if not (quick and name in OF_PAPER)]
+    rows = [[row[number] for number in shown] for row in table_rows(results)]
+    print_table([COLUMNS[number] for number in shown], rows, numbers=NUMBERS, spare=["seeds", "best round"])
     echo()
     for text in sentences(study, results, quick):
         say(text)
-    say(picture_text(study, results, work, quick=quick))
+    say(picture)

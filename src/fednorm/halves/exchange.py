@@ -67,9 +67,11 @@ class Held:
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def diverged(where: str) -> DivergedError:
+def diverged(round: int, where: str) -> DivergedError:
     """The error of a run whose numbers are numbers no longer."""
-    return DivergedError(f"diverged in {where}; lower train.lr, or set engine.quorum to go on without the client")
+    error = DivergedError(f"diverged in {where}; lower train.lr, or set engine.quorum to go on without the client")
+    error.round = round
+    return error
 
 
 def drawn_cohort(seed: int, round: int, clients: Sequence[int], count: int) -> list[int]:

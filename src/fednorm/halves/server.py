@@ -179,7 +179,7 @@ class Server:
             client = next((client for client in left if client in refused), next(iter(left)))
             where = f"round {exchange.round}, {called(client, self.names)}: {left[client]}"
             if self.quorum is None and client in refused:
-                raise diverged(where)
+                raise diverged(exchange.round, where)
             if self.quorum is None:
                 raise QuorumError(f"{where}; ask it again, or give a quorum to go on without it")
             raise QuorumError(f"{there} of {asked} updates usable in {where}; engine.quorum={self.quorum} needs more")

@@ -127,7 +127,7 @@ class ClockRun(PlayedRun):
         if arrival.refused:
             where = f"version {self.round + 1}, client {client}: {arrival.refused}"
             if quorum is None:
-                raise diverged(where)
+                raise diverged(self.round + 1, where)
             there = len(self._refused) - sum(self._refused)
             if len(self._refused) == self._refused.maxlen and (not there or there < quorum * len(self._refused)):
                 raise QuorumError(

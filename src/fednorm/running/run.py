@@ -162,7 +162,7 @@ class Run(PlayedRun):
             row["seconds"] = min(self.told_seconds, round((now - self._settled_at) / len(rounds), 6))
             for each in awaited:
                 for client, why in each.flaws(self.server.norm_factor).items():
-                    raise diverged(f"round {row['round']}, client {client}: {why}")
+                    raise diverged(row["round"], f"round {row['round']}, client {client}: {why}")
             self._uncommitted.append(row)
         self._settled_at = now
         return [row for row, _, _ in rounds]

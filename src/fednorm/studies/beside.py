@@ -5,34 +5,54 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fednorm.running.on_clock import names_strategy
 from fednorm.running.results import Spread
-from fednorm.studies.library import Record
+from fednorm.studies.library import Diverged, Outcome
 from fednorm.studies.measured import Agreement, Measured, Ranking, agreement, curve_of, final_of, ranking
 from fednorm.studies.published import PublishedCell, method_label
-from fednorm.studies.study import Study
+from fednorm.studies.study import Study, StudyCell
 
 COLUMNS = ("method", "setting", "paper", "ours", "difference", "best round", "seeds")
+OF_PAPER = ("paper", "difference")
+"""Columns that a quick run has not: it is not set against the paper."""
 NUMBERS = ("paper", "ours", "difference", "best round", "seeds")
 _SHOWN = 3
 """Pairs that are named where methods rank otherwise; `--json` has all."""
 QUICK = "quick run: a small budget on embedded data, not the paper's setting"
+DIVERGED = "a method of which a seed diverged is not set against the paper; a mean is over the seeds that did not"
 PEAK = "best round: chosen on test data, for comparison with papers that may have done so; never a result of its own"
 
 
-def table_rows(results: Sequence[Measured], quick: bool) -> list[list[str]]:
-    """One row a cell; a quick run is not set against the paper."""
+def table_rows(results: Sequence[Measured]) -> list[list[str]]:
+    """One row a cell."""
     return [
         [
             _reading(each),
             setting_text(each.cell.setting),
             published_text(each.cell.published),
-            _text(each.ours),
-            "-" if quick or each.difference is None else f"{each.difference:+.1f}",
+            ours_text(each),
+            "-" if each.difference is None else f"{each.difference:+.1f}",
             _text(each.peak),
-            str(len(each.records)),
+            str(len(each.played)),
         ]
         for each in results
     ]
+
+
+def ours_text(each: Measured) -> str:
+    """The mean of a cell with its spread, and which seeds it is without because they diverged."""
+    told = [str(each.ours)] if each.ours else []
+    if each.diverged:
+        of = f"{len(each.diverged)} of {len(each.played)} seeds " if len(each.played) > 1 else ""
+        told.append(f"{of}{diverged_text(*each.diverged)}")
+    return ", ".join(told) or "-"
+
+
+def diverged_text(*runs: Diverged) -> str:
+    """Where runs diverged."""
+    what = "version" if names_strategy(runs[0].run["method"]) else "round"
+    places = sorted({run.run["diverged_in"] for run in runs})
+    return f"diverged in {what}{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"
 
 
 def published_text(cell: PublishedCell | None) -> str:
@@ -65,12 +85,14 @@ def sentences(study: Study, results: Sequence[Measured], quick: bool) -> Iterato
         yield ranking_text(ranking(results))
     else:
         yield "no digits were published for this: there is nothing to set ours against"
-    missing = sum(not each.records for each in results)
+    missing = sum(not each.played for each in results)
     if missing:
         yield f"{missing} of {len(results)} cells have no run yet"
+    if any(each.diverged for each in results):
+        yield DIVERGED
     if any(each.peak for each in results):
         yield PEAK
-    ran = sorted({f"{record.device}, {record.precision}" for each in results for record in each.records})
+    ran = sorted({f"{record.device}, {record.precision}" for each in results for record in each.played})
     times = {setting_text(each.cell.setting): each.cell.time for each in results if each.cell.time is not None}
     if ran and times:
         yield "ours: at virtual time " + ", ".join(f"{time:g} ({setting})" for setting, time in times.items())
@@ -113,11 +135,17 @@ def _reading(each: Measured) -> str:
     return each.cell.method + (f" [{each.cell.variant}]" if each.cell.variant else "")
 
 
-def precision_text(shown: Measured, other: Record) -> str:
+def precision_text(shown: Measured, other: Outcome) -> str:
     """The same seed in two precisions, in a line."""
-    same = [record for record in shown.records if record.seed == other.seed]
-    pair = [f"{record.precision} {final_of(record, shown.cell):.1f}" for record in (*same, other)]
+    same = [outcome for outcome in shown.played if outcome.seed == other.seed]
+    pair = [f"{outcome.precision} {_final_text(outcome, shown.cell)}" for outcome in (*same, other)]
     return f"{_named(shown)}, seed {other.seed}: {', '.join(pair)}"
+
+
+def _final_text(outcome: Outcome, cell: StudyCell) -> str:
+    if isinstance(outcome, Diverged):
+        return diverged_text(outcome)
+    return f"{final_of(outcome, cell):.1f}"
 
 
 def ranking_text(found: Ranking) -> str:
@@ -136,19 +164,19 @@ def ranking_text(found: Ranking) -> str:
 
 
 def to_json(study: Study, results: Sequence[Measured], quick: bool) -> dict[str, Any]:
-    """The table as JSON values, with every seed; a quick run is not set against the paper."""
+    """The table as JSON values, with every seed."""
     found = ranking(results)
     return {
         "id": study.id,
         "where": study.experiment.where,
         "quick": quick,
-        "cells": [_cell_json(each, quick) for each in results],
+        "cells": [_cell_json(each) for each in results],
         "ranking": None if quick else {"agree": found.agree, "pairs": found.pairs, "differ": list(found.differ)},
         "notes": list(sentences(study, results, quick)),
     }
 
 
-def _cell_json(each: Measured, quick: bool) -> dict[str, Any]:
+def _cell_json(each: Measured) -> dict[str, Any]:
     cell, ours, peak = each.cell, each.ours, each.peak
     return {
         "method": cell.method,
@@ -158,7 +186,7 @@ def _cell_json(each: Measured, quick: bool) -> dict[str, Any]:
         "variant": cell.variant,
         "paper": None if cell.published is None else {"mean": cell.published.mean, "std": cell.published.std},
         "ours": None if ours is None else {"mean": ours.mean, "std": ours.std, "n": ours.count},
-        "difference": None if quick else each.difference,
+        "difference": each.difference,
         "chosen_on_test": None if peak is None else {"mean": peak.mean, "std": peak.std, "n": peak.count},
         "runs": [
             {
@@ -166,13 +194,29 @@ def _cell_json(each: Measured, quick: bool) -> dict[str, Any]:
                 "final": final_of(record, cell),
                 "curve": {"round": record.run["curves"]["round"], "score": curve_of(record, cell)},
                 "seconds": record.run["seconds"],
-                "device": record.device,
-                "precision": record.precision,
-                "commit": record.environment.get("commit"),
-                "command": record.environment.get("command"),
+                **_origin_json(record),
             }
             for record in each.records
         ],
+        "diverged": [
+            {
+                "seed": run.seed,
+                "round": run.run["diverged_in"],
+                "why": run.run["why"],
+                **_origin_json(run),
+            }
+            for run in each.diverged
+        ],
+    }
+
+
+def _origin_json(outcome: Outcome) -> dict[str, Any]:
+    """Where a run was played, and how."""
+    return {
+        "device": outcome.device,
+        "precision": outcome.precision,
+        "commit": outcome.environment.get("commit"),
+        "command": outcome.environment.get("command"),
     }
 
 

@@ -12,7 +12,7 @@ from fednorm.errors import ConfigError, require
 from fednorm.files import disk_errors
 from fednorm.studies.measured import Measured
 from fednorm.studies.panels import KINDS, Axes, Panel
-from fednorm.studies.study import Study
+from fednorm.studies.study import Study, cell_label
 
 QUICK = "quick run: not the paper's setting"
 _COLUMNS = 5
@@ -57,8 +57,9 @@ def make_figure(study: Study, results: Sequence[Measured], *, quick: bool = Fals
         maps = [axis for axis in grid[: len(panels)] if axis.images]
         if maps:  # all of a block have the same colours
             part.colorbar(maps[0].images[0], ax=maps).set_label(unit, fontsize=8)
-    title = f"{study.id}: {study.recipe.about}"
-    figure.suptitle(f"{QUICK}\n{title}" if quick else title, fontsize=10, wrap=True)
+    lines = [QUICK] if quick else []
+    lines += [f"{study.id}: {study.recipe.about}", *_without(results)]
+    figure.suptitle("\n".join(lines), fontsize=10, wrap=True)
     legends = [axis.get_legend_handles_labels() for axis in figure.axes]
     named = {label: handle for handles, labels in legends for handle, label in zip(handles, labels, strict=True)}
     if named:
@@ -67,6 +68,16 @@ def make_figure(study: Study, results: Sequence[Measured], *, quick: bool = Fals
             list(named.values()), list(named), loc="outside lower center", ncols=columns, frameon=False, fontsize=8
         )
     return figure
+
+
+def _without(results: Sequence[Measured]) -> list[str]:
+    """Whose means are over fewer seeds than were played, in a line."""
+    lost = [
+        f"{cell_label(each.cell)} ({len(each.diverged)} of {len(each.played)})"
+        for each in results
+        if each.diverged and not each.cell.variant
+    ]
+    return [f"without seeds that diverged: {', '.join(lost)}"] if lost else []
 
 
 def _entry_width(labels: Iterable[str]) -> float:
@@ -92,6 +103,8 @@ def panel_rows(study: Study, results: Sequence[Measured]) -> list[list[Panel]]:
     """The panels of every kind that the recipe names and for which there are results."""
     kinds = study.recipe.figure.get("kind", "bars")
     played = [each for each in results if each.records and not each.cell.variant]
+    if not played and any(each.diverged for each in results if not each.cell.variant):
+        raise ConfigError(f"no run of {study.id} came to its end")
     if not played:
         raise ConfigError(f"{study.id} has no run yet to draw; play it with: fednorm reproduce {study.id}")
     rows = [KINDS[kind](study, played) for kind in ([kinds] if isinstance(kinds, str) else kinds)]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from fednorm.errors import CheckpointError, ConfigError, first_line
 from fednorm.files import disk_errors, read_json, safe_name, write_json
@@ -43,23 +42,13 @@ def key_of(config: RunConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Record:
+class _Outcome:
     """One run with one seed, as its file holds it."""
 
     key: str
     config: Mapping[str, Any]
-    run: RunResult
-    train_loss: Mapping[str, list[float]]
-    """`round` and `loss`: the mean training loss of the rounds that were scored"""
-    probes: Sequence[Mapping[str, Any]]
-    """what probes saw, of rounds that were scored: `round`, and `probes` with a number for each, the mean over clients;
-    `NAME variance` is that of a client's numbers over the last looks"""
-    client_domains: Sequence[str]
-    """name of each client's domain; empty where data have none"""
-    environment: Mapping[str, Any]
-    """versions, commit, hardware, command"""
-    statistics: Mapping[str, Any] = field(default_factory=dict)
-    """running statistics of some clients, where a figure shows them"""
+    run: Any
+    """`method`, `seed`, and as `ran` the precision and the device"""
 
     @property
     def seed(self) -> int:
@@ -79,42 +68,84 @@ class Record:
         return f"{safe_name(told)}-{self.key}-seed{self.seed}-{self.precision}.json"
 
 
+@dataclass(frozen=True)
+class Record(_Outcome):
+    """A run that came to its end."""
+
+    run: RunResult
+    train_loss: Mapping[str, list[float]]
+    """`round` and `loss`: the mean training loss of the rounds that were scored; `weighted`: with clients weighted by
+    how many examples they train on, where the rows of the run had it"""
+    probes: Sequence[Mapping[str, Any]]
+    """what probes saw, of rounds that were scored: `round`, and `probes` with a number for each, the mean over clients;
+    `NAME variance` is that of a client's numbers over the last looks"""
+    client_domains: Sequence[str]
+    """name of each client's domain; empty where data have none"""
+    environment: Mapping[str, Any]
+    """versions, commit, hardware, command"""
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    """running statistics of some clients, where a figure shows them"""
+
+
+class DivergedRun(TypedDict):
+    """What is known of a run that diverged."""
+
+    method: str
+    seed: int
+    diverged_in: int
+    """the round, or on a clock the version, that it did not reach"""
+    why: str
+    """what was said then"""
+    ran: Mapping[str, str]
+    """`precision`, `device`, `device_name`"""
+
+
+@dataclass(frozen=True)
+class Diverged(_Outcome):
+    """A run that diverged: played once like any other, and there is no score of it."""
+
+    run: DivergedRun
+    environment: Mapping[str, Any]
+    """versions, commit, hardware, command"""
+
+
+Outcome = Record | Diverged
+"""What became of one run with one seed."""
+
+
 class Library:
     """A folder of records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._found = dict[str, list[Record]]()
+        self._found = dict[str, list[Outcome]]()
         """what was read of each key"""
         self._read = set[str]()
         """names of the files that were"""
         self._looked = False
 
-    def records(self, config: RunConfig) -> list[Record]:
-        """Every record of a run, seed by seed, the most exact first."""
+    def outcomes(self, config: RunConfig) -> list[Outcome]:
+        """What became of a run whenever it was played, seed by seed, the most exact first."""
         found = self._all().get(key_of(config), [])
-        return sorted(found, key=lambda record: (record.seed, PRECISIONS.index(record.precision)))
+        return sorted(found, key=lambda outcome: (outcome.seed, PRECISIONS.index(outcome.precision)))
+
+    def records(self, config: RunConfig) -> list[Record]:
+        """The outcomes of a run that have scores."""
+        return [outcome for outcome in self.outcomes(config) if isinstance(outcome, Record)]
 
     def has(self, config: RunConfig, seed: int, precision: str | None = None) -> bool:
-        """Whether a run is there, in one precision or in any."""
-        found = self._all().get(key_of(config), [])
-        return any(record.seed == seed and precision in (None, record.precision) for record in found)
+        """Whether a run was played, in one precision, or in the one that is shown where none is asked for."""
+        return any(outcome.seed == seed for outcome in in_one_precision(self.outcomes(config), precision))
 
-    def make_ready(self) -> None:
-        """Make the folder and write into it once, so that no run of hours ends where its result cannot be kept."""
+    def save(self, outcome: Outcome) -> Path:
+        """Write an outcome whole or not at all, in the place of any other of the same run, seed and precision."""
+        known = self._all().setdefault(outcome.key, [])
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.folder).close()
-
-    def save(self, record: Record) -> Path:
-        """Write a record whole or not at all."""
-        known = self._all().setdefault(record.key, [])
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / record.file_name
-        write_json(path, {"version": VERSION, **as_written(vars(record))}, indent=1)
+        path = self.folder / outcome.file_name
+        write_json(path, {"version": VERSION, **as_written(vars(outcome))}, indent=1)
         self._read.add(path.name)
-        known[:] = [*(each for each in known if each.file_name != record.file_name), record]
+        known[:] = [*(each for each in known if each.file_name != outcome.file_name), outcome]
         return path
 
     def look_again(self) -> None:
@@ -123,55 +154,74 @@ class Library:
             raise CheckpointError(f"'{self.folder}' is no folder, so it holds no results; give the folder they are in")
         for path in sorted(self.folder.glob("*.json")):
             if path.name not in self._read:
-                record = _read_record(path)
-                self._found.setdefault(record.key, []).append(record)
+                outcome = _read_outcome(path)
+                self._found.setdefault(outcome.key, []).append(outcome)
                 self._read.add(path.name)
         self._looked = True
 
-    def _all(self) -> dict[str, list[Record]]:
+    def _all(self) -> dict[str, list[Outcome]]:
         if not self._looked:
             self.look_again()
         return self._found
 
 
-def _read_record(path: Path) -> Record:
-    """The record in a file; whatever else the file holds is refused by its name."""
+def in_one_precision(outcomes: Sequence[Outcome], precision: str | None = None) -> tuple[Outcome, ...]:
+    """Those of one precision, which is what a mean is over: the one with most seeds, of several the most exact."""
+    of_each = [tuple(outcome for outcome in outcomes if outcome.precision == name) for name in PRECISIONS]
+    return max(of_each, key=len) if precision is None else of_each[PRECISIONS.index(precision)]
+
+
+def _read_outcome(path: Path) -> Outcome:
+    """What a file holds; whatever else the file holds is refused by its name."""
     stored = read_json(path, _ANEW)
     try:
         if stored["version"] != VERSION:
             raise ValueError(f"version {stored['version']}, this fednorm reads {VERSION}")
         del stored["version"]
-        record = Record(**as_it_was(stored))
-        _refuse_unusable(record)
+        outcome = (Record if "train_loss" in stored else Diverged)(**as_it_was(stored))
+        _refuse_unusable(outcome)
     except (AttributeError, ConfigError, LookupError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"'{path}' is no result of a study, or is damaged ({why}); {_ANEW}") from None
-    return record
+    return outcome
 
 
-def _refuse_unusable(record: Record) -> None:
-    """Look at what tables and pictures take from a record, before one of them fails at it.
+def _refuse_unusable(outcome: Outcome) -> None:
+    """Look at what tables and pictures take from an outcome, before one of them fails at it.
 
     That there is nothing odd about a number is not looked at, since a run may have ended with any.
     """
+    told = _told_of_record(outcome) if isinstance(outcome, Record) else _told_of_diverged(outcome)
+    told |= {"key": (outcome.key, str), "seed": (outcome.seed, int), "environment": (outcome.environment, Mapping)}
+    told |= {"method": (outcome.run["method"], str), "device": (outcome.device, str), "file": (outcome.file_name, str)}
+    for name, (value, kind) in told.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {type(value).__name__}")
+    if key_of(from_dict(outcome.config)) != outcome.key:
+        raise ValueError("its key is not that of its config, so it would stand for another run")
+    if outcome.precision not in PRECISIONS:
+        raise ValueError(f"precision '{outcome.precision}' is not known")
+
+
+def _told_of_diverged(outcome: Diverged) -> dict[str, tuple[Any, Any]]:
+    """What is taken from a run that diverged, with the types that it must have."""
+    return {"diverged_in": (outcome.run["diverged_in"], int), "why": (outcome.run["why"], str)}
+
+
+def _told_of_record(record: Record) -> dict[str, tuple[Any, Any]]:
+    """What is taken from a run that came to its end, with the types that it must have."""
     run, metric = record.run, record.run["metric"]
-    found = {"key": (record.key, str), "seed": (record.seed, int), "seconds": (run["seconds"], int | float)}
-    found |= {"method": (run["method"], str), "device": (record.device, str), "file": (record.file_name, str)}
-    found |= {"environment": (record.environment, Mapping), "statistics": (record.statistics, Mapping)}
+    found: dict[str, tuple[Any, Any]] = {"seconds": (run["seconds"], int | float)}
+    found["statistics"] = (record.statistics, Mapping)
     for name, scores in cast("Mapping[str, Any]", run["final"]).items():
         found[f"final {name}"] = (scores[metric], int | float)
         found[f"curve {name}"] = (sum(run["curves"][name]), int | float)
-    for name, (value, kind) in found.items():
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} is {type(value).__name__}")
-    if key_of(from_dict(record.config)) != record.key:
-        raise ValueError("its key is not that of its config, so it would stand for another run")
-    if record.precision not in PRECISIONS:
-        raise ValueError(f"precision '{record.precision}' is not known")
-    if not run["final"] or len(record.train_loss["round"]) != len(record.train_loss["loss"]):
+    losses = record.train_loss
+    if not run["final"] or any(len(losses[name]) != len(losses["round"]) for name in ("loss", *losses)):
         raise ValueError("it has no scores, or not as many losses as rounds")
     for row in record.probes:
         sum((row["round"], *row["probes"].values()))
+    return found
 
 
 def make_record(
@@ -186,6 +236,9 @@ def make_record(
     listed = list(rows)
     scored = [row for row in listed if "eval" in row]
     losses = {"round": [row["round"] for row in scored], "loss": [row["train_loss"] for row in scored]}
+    weighted = [row["train_loss_weighted"] for row in scored if "train_loss_weighted" in row]
+    if len(weighted) == len(scored):
+        losses["weighted"] = weighted
     probes = _probe_rows(config.eval.probes, listed, {row["round"] for row in scored})
     return Record(key_of(config), to_dict(config), run, losses, probes, client_domains, environment, statistics or {})
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from fednorm.running.over_time import score_at
 from fednorm.running.records import score_of
 from fednorm.running.results import Spread, spread
-from fednorm.studies.library import PRECISIONS, Library, Record
+from fednorm.studies.library import Diverged, Library, Outcome, Record, in_one_precision
 from fednorm.studies.study import StudyCell
 
 
@@ -20,12 +20,19 @@ class Measured:
 
     cell: StudyCell
     records: tuple[Record, ...]
-    others: tuple[Record, ...] = ()
-    """runs of the same seeds in another precision"""
+    others: tuple[Outcome, ...] = ()
+    """runs in another precision"""
+    diverged: tuple[Diverged, ...] = ()
+    """seeds that have no score"""
+
+    @property
+    def played(self) -> tuple[Outcome, ...]:
+        """The runs of all its seeds."""
+        return (*self.records, *self.diverged)
 
     @property
     def ours(self) -> Spread | None:
-        """The score after the last round over the seeds; None where no run is there yet."""
+        """The score after the last round over the seeds that came to it; None where none is there yet."""
         return spread(final_of(record, self.cell) for record in self.records) if self.records else None
 
     @property
@@ -37,21 +44,27 @@ class Measured:
 
     @property
     def difference(self) -> float | None:
-        """Ours minus the paper's."""
+        """Ours minus the paper's; None where a seed diverged, since a mean over the others flatters."""
         ours, published = self.ours, self.cell.published
-        return None if ours is None or published is None else ours.mean - published.mean
+        return None if ours is None or published is None or self.diverged else ours.mean - published.mean
 
 
-def measured(cells: Sequence[StudyCell], library: Library, seeds: Sequence[int] = ()) -> list[Measured]:
-    """Cells with what the library has of them: the precision with most seeds, of several the most exact."""
-    return [_measured(cell, library.records(cell.config), seeds) for cell in cells]
+def measured(
+    cells: Sequence[StudyCell], library: Library, seeds: Sequence[int] = (), precision: str | None = None
+) -> list[Measured]:
+    """Cells with what the library has of them in a precision; where none is asked for, in the one with most seeds."""
+    return [_measured(cell, library.outcomes(cell.config), seeds, precision) for cell in cells]
 
 
-def _measured(cell: StudyCell, records: Sequence[Record], seeds: Sequence[int]) -> Measured:
-    asked = [record for record in records if not seeds or record.seed in seeds]
-    by_precision = [tuple(record for record in asked if record.precision == name) for name in PRECISIONS]
-    shown = max(by_precision, key=len)
-    return Measured(cell, shown, tuple(record for record in asked if record not in shown))
+def _measured(cell: StudyCell, outcomes: Sequence[Outcome], seeds: Sequence[int], precision: str | None) -> Measured:
+    asked = [outcome for outcome in outcomes if not seeds or outcome.seed in seeds]
+    shown = in_one_precision(asked, precision)
+    return Measured(
+        cell,
+        tuple(outcome for outcome in shown if isinstance(outcome, Record)),
+        tuple(outcome for outcome in asked if outcome not in shown),
+        tuple(outcome for outcome in shown if isinstance(outcome, Diverged)),
+    )
 
 
 def final_of(record: Record, cell: StudyCell) -> float:
@@ -129,6 +142,8 @@ def ranking(results: Sequence[Measured]) -> Ranking:
     for a, b in itertools.combinations(results, 2):
         told, other = a.cell.published, b.cell.published
         if not told or not other or a.cell.method == b.cell.method or not _same_setting(a.cell, b.cell):
+            continue
+        if a.diverged or b.diverged:
             continue
         gap, ours, theirs = told.mean - other.mean, a.ours, b.ours
         if ours is None or theirs is None or abs(gap) <= (told.std or 0.0) + (other.std or 0.0):

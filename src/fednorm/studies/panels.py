@@ -94,8 +94,11 @@ def _curves_by_steps(axis: Axes, results: Sequence[Measured], by_axis: str, valu
 
 
 def bar_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
-    """What was published beside ours, a panel a setting; of domains only their average, where there is one."""
-    shown = [each for each in results if each.cell.published is not None]
+    """What was published beside ours, a panel a setting; of domains only their average, where there is one.
+
+    A quick run has nothing of the paper beside it.
+    """
+    shown = [each for each in results if each.cell.published is not None] or results
     averages = [each for each in shown if each.cell.selected == "average"]
     groups = _grouped(averages or shown, lambda cell: _setting(cell, domain=not averages))
     return [Panel(title, lambda axis, some=some: _bars(axis, some)) for title, some in groups.items()]
@@ -109,9 +112,12 @@ def _bars(axis: Axes, results: Sequence[Measured]) -> None:
     told = [(cell.mean, _whisker(cell.std)) for each in results if (cell := each.cell.published)]
     ours = [(each.ours.mean, _whisker(_std(each.ours))) for each in results if each.ours]
     places = range(len(results))
-    for shift, colour, label, bars in ((-0.2, "0.75", "published", told), (0.2, COLOURS[0], "ours, last round", ours)):
+    kinds = [("0.75", "published", told)] if told else []
+    kinds += [(COLOURS[0], "ours, last round", ours)]
+    for number, (colour, label, bars) in enumerate(kinds):
         means, spreads = zip(*bars, strict=True)
-        axis.bar([place + shift for place in places], means, 0.38, yerr=spreads, color=colour, label=label, capsize=2)
+        at = [place + 0.4 * (number - (len(kinds) - 1) / 2) for place in places]
+        axis.bar(at, means, 0.38, yerr=spreads, color=colour, label=label, capsize=2)
     axis.set_xticks(list(places), [each.cell.method for each in results], rotation=35, **_HANGING)
     spare = max(0, _USUAL_BARS - len(places)) / 2
     axis.set_xlim(-0.5 - spare, len(places) - 0.5 + spare)
@@ -200,8 +206,18 @@ def probe_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
             Panel(_joined(name, title), lambda axis, some=some, name=name: _probes(axis, study, some, name), False)
             for name in names
         ]
-        panels.append(Panel(_joined("training loss", title), lambda axis, some=some: _losses(axis, study, some), False))
+        told, loss = _loss_shown(some)
+        panels.append(
+            Panel(_joined(told, title), lambda axis, some=some, loss=loss: _losses(axis, study, some, loss), False)
+        )
     return panels
+
+
+def _loss_shown(results: Sequence[Measured]) -> tuple[str, str]:
+    """The training loss that all runs have, in words and by its key: weighted as in the paper, but for older files."""
+    if all("weighted" in record.train_loss for each in results for record in each.records):
+        return "training loss by examples", "weighted"
+    return "training loss", "loss"
 
 
 def probe_curves(record: Record) -> dict[str, tuple[list[int], list[float]]]:
@@ -223,10 +239,10 @@ def _probes(axis: Axes, study: Study, results: Sequence[Measured], name: str) ->
     _rounds(axis, results)
 
 
-def _losses(axis: Axes, study: Study, results: Sequence[Measured]) -> None:
+def _losses(axis: Axes, study: Study, results: Sequence[Measured], loss: str) -> None:
     for each in results:
-        losses = [record.train_loss for record in each.records]
-        _band(axis, losses[0]["round"], [loss["loss"] for loss in losses], _style(study, each.cell.method))
+        rounds = each.records[0].train_loss["round"]
+        _band(axis, rounds, [record.train_loss[loss] for record in each.records], _style(study, each.cell.method))
     _rounds(axis, results)
 
 

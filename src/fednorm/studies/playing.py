@@ -9,17 +9,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from fednorm.data.federation import Federation
-from fednorm.engines.machine import find_device
+from fednorm.engines.machine import device_name, find_device
 from fednorm.errors import DivergedError
-from fednorm.files import read_json
+from fednorm.files import make_writable, read_json
 from fednorm.running.cells import Cell, grouped
 from fednorm.running.comparison import play_pending, usable_jobs
-from fednorm.running.config import RunConfig, updated
+from fednorm.running.config import RunConfig, to_dict, updated
 from fednorm.running.folder import RunFolder
 from fednorm.running.given import Objects
 from fednorm.running.on_clock import names_strategy
@@ -27,7 +29,7 @@ from fednorm.running.records import OnRow, RoundRow, RunId
 from fednorm.running.stopping import Stop
 from fednorm.running.store import Store
 from fednorm.studies.client_statistics import Look, client_statistics
-from fednorm.studies.library import Library, Record, key_of, make_record
+from fednorm.studies.library import Diverged, DivergedRun, Library, Outcome, Record, key_of, make_record
 from fednorm.studies.study import StudyCell
 
 _PLACES = ("--results", "--work", "--data-dir")
@@ -50,18 +52,31 @@ class Place:
     """numbers inside a GPU's convolutions and norms; None: bf16 on a GPU, fp32 elsewhere"""
     data_dir: str | None = None
 
-    @property
+    @cached_property
     def on_gpu(self) -> bool:
         return find_device(self.device).type == "cuda"
 
+    @property
+    def numbers(self) -> str:
+        """The precision in which runs are played here."""
+        return self.precision or ("bf16" if self.on_gpu else "fp32")
+
     def has(self, config: RunConfig, seed: int) -> bool:
-        """Whether a run was played before; where a precision was asked for, in that one."""
-        return self.library.has(config, seed, self.precision)
+        """Whether a run was played before, in the precision that was asked for.
+
+        Where none was, that which is shown counts, and also that of this machine: it would give the same run again.
+        """
+        counted = {self.precision, self.numbers}
+        return any(self.library.has(config, seed, precision) for precision in counted)
+
+    def make_ready(self) -> None:
+        """Make the folders, or refuse what cannot be written."""
+        make_writable(self.library.folder)
+        make_writable(self.work)
 
     def settled(self, config: RunConfig, seed: int) -> RunConfig:
         """A run's config on this machine."""
-        precision = self.precision or ("bf16" if self.on_gpu else "fp32")
-        here = {"engine.device": self.device, "engine.precision": precision, "data.dir": self.data_dir}
+        here = {"engine.device": self.device, "engine.precision": self.numbers, "data.dir": self.data_dir}
         here |= {} if self.on_gpu else {"engine.threads": 1}  # each run has a process, and no bit depends on how many
         return updated(config, {**here, "seed": seed})
 
@@ -88,25 +103,26 @@ def play_runs(
     """Play the runs that were not played before; whether all came to their end before the deadline.
 
     A run that did not is kept in its folder and goes on from there the next time. One on a clock that ended is in the
-    library alone. One that diverged is told of when all others were played: it says nothing about them.
+    library alone. One that diverged is kept as such, and told of when all others were played: it says nothing about
+    them.
     """
     diverged: list[DivergedError] = []
     missing = [place.settled(config, seed) for config, seed in runs if not place.has(config, seed)]
     for together in _batches([place.cell(config) for config in missing]):
         for cell in {cell.id.method: cell for cell in reversed(together)}.values():
             cell.plan()  # what can be refused is refused before anything is written
-        place.library.make_ready()
+        place.make_ready()
         for cell in together:
             cell.begin()
         pending, failed = [cell for cell in together if not cell.is_done], list[DivergedError]()
         try:
             if pending:
                 with watched(pending) as tell:
-                    failed = _play(pending, place.on_gpu, _until(deadline, tell))
+                    failed = _play(pending, place, _until(deadline, tell))
         finally:  # what ended before a signal came is a result too
             done = [cell for cell in together if cell.is_done]
             for cell in done:
-                _keep(cell, place.library, (looks or {}).get(key_of(cell.config)))
+                _keep(cell, _kept(cell, (looks or {}).get(key_of(cell.config))), place.library)
         if len(done) + len(failed) < len(together):
             return False
         diverged += failed
@@ -115,19 +131,20 @@ def play_runs(
     return True
 
 
-def _play(pending: Sequence[Cell], on_gpu: bool, tell: OnRow) -> list[DivergedError]:
-    """Play runs until each has ended, was stopped or diverged."""
+def _play(pending: Sequence[Cell], place: Place, tell: OnRow) -> list[DivergedError]:
+    """Play runs until each has ended, was stopped or diverged; those that diverged are kept as soon as they have."""
     diverged: list[DivergedError] = []
     while pending:
         try:
-            play_pending(pending, 1 if on_gpu else usable_jobs(len(pending)), tell)
+            play_pending(pending, 1 if place.on_gpu else usable_jobs(len(pending)), tell)
             break
         except DivergedError as error:
-            left = [cell for cell in pending if cell.id != error.run]
-            if len(left) == len(pending):
+            lost = next((cell for cell in pending if cell.id == error.run), None)
+            if lost is None or error.round is None:
                 raise
+            _keep(lost, _kept_diverged(lost, error.round, str(error)), place.library)
             diverged.append(error)
-            pending = [cell for cell in left if not cell.is_done]
+            pending = [cell for cell in pending if cell is not lost and not cell.is_done]
     return diverged
 
 
@@ -151,9 +168,9 @@ def _until(deadline: float, tell: OnRow) -> OnRow:
     return watch
 
 
-def _keep(cell: Cell, library: Library, look: Look | None) -> None:
-    """Put a run that ended into the library."""
-    library.save(_kept(cell, look))
+def _keep(cell: Cell, outcome: Outcome, library: Library) -> None:
+    """Put what became of a run into the library."""
+    library.save(outcome)
     if names_strategy(cell.config.method):
         # Its checkpoint holds a model for every client under way: a few runs of this kind would fill a disk.
         shutil.rmtree(cell.folder.path)
@@ -162,17 +179,41 @@ def _keep(cell: Cell, library: Library, look: Look | None) -> None:
 def _kept(cell: Cell, look: Look | None) -> Record:
     """What the library keeps of a run in its folder."""
     plan = cell.plan()
-    stored = read_json(cell.folder.path / "env.json")
-    environment = {key: stored.get(key) for key in _TOLD} | {"command": plain_command(sys.argv[1:])}
     with closing(Store(cell.folder.state)) as store:
         return make_record(
-            updated(cell.config, {"data.dir": None}),
+            _wherever(cell.config),
             cell.result(),
             store.rows(),
             domains_of_clients(plan.federation),
-            environment,
+            _environment(cell),
             client_statistics(plan, store, look) if look else {},
         )
+
+
+def _kept_diverged(cell: Cell, round: int, why: str) -> Diverged:
+    """What the library keeps of a run that diverged."""
+    device = cell.plan().device
+    ran = {"precision": cell.config.engine.precision, "device": str(device), "device_name": device_name(device)}
+    run: DivergedRun = {
+        "method": cell.config.method,
+        "seed": cell.config.seed,
+        "diverged_in": round,
+        "why": why,
+        "ran": ran,
+    }
+    config = _wherever(cell.config)
+    return Diverged(key_of(config), to_dict(config), run, _environment(cell))
+
+
+def _wherever(config: RunConfig) -> RunConfig:
+    """A config without the folder that data have on this machine."""
+    return updated(config, {"data.dir": None})
+
+
+def _environment(cell: Cell) -> dict[str, Any]:
+    """Where a run was played, and by which command."""
+    stored = read_json(cell.folder.path / "env.json")
+    return {key: stored.get(key) for key in _TOLD} | {"command": plain_command(sys.argv[1:])}
 
 
 def plain_command(arguments: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,16 +10,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from fednorm.data.verify import describe_dataset
-from fednorm.errors import FednormError, LockedError
+from fednorm.errors import DivergedError, FednormError, LockedError
 from fednorm.files import disk_errors
 from fednorm.running.config import RunConfig
 from fednorm.running.folder import RunFolder
 from fednorm.running.on_clock import names_strategy
 from fednorm.studies.client_statistics import Look, looks_of
-from fednorm.studies.estimate import usual_seconds
+from fednorm.studies.estimate import seconds_of, usual_seconds
 from fednorm.studies.library import Library, key_of
 from fednorm.studies.playing import Place, Watched, play_runs
-from fednorm.studies.study import Study, StudyCell
+from fednorm.studies.study import Study, cell_label
+
+HOLD = 25.0
+"""Minutes that a queue has unless told."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,10 @@ class Standing:
         return "done" if self.done == self.cells else "partly" if self.begun else "open"
 
 
-def standing(study: Study, library: Library) -> Standing:
-    """How much of a study the library has."""
+def standing(study: Study, library: Library, precision: str | None = None) -> Standing:
+    """How much of a study the library has, in a precision; where none is asked for, in the one that is shown."""
     cells = study.cells()
-    have = [sum(library.has(cell.config, seed) for seed in study.recipe.seeds) for cell in cells]
+    have = [sum(library.has(cell.config, seed, precision) for seed in study.recipe.seeds) for cell in cells]
     return Standing(study, len(cells), sum(n == len(study.recipe.seeds) for n in have), sum(n > 0 for n in have))
 
 
@@ -59,16 +63,14 @@ class Job:
         return f"{key}-seed{self.seeds[0]}" if _is_alone(self.config) else key
 
 
-def missing_jobs(studies: Sequence[Study], library: Library) -> Iterator[Job]:
-    """What is missing, in the order of the studies: the main readings of all of them, then the other ones."""
+def missing_jobs(studies: Sequence[Study], has: Callable[[RunConfig, int], bool]) -> Iterator[Job]:
+    """What nobody `has`, in the order of the studies: the main readings of all of them, then the other ones."""
     seen = set[tuple[str, int]]()
     for variants in (False, True):
         for study in studies:
             for job in _jobs(study, variants):
                 runs = {seed: (key_of(job.config), seed) for seed in job.seeds}
-                seeds = tuple(
-                    seed for seed, run in runs.items() if run not in seen and not library.has(job.config, seed)
-                )
+                seeds = tuple(seed for seed, run in runs.items() if run not in seen and not has(job.config, seed))
                 seen.update(runs.values())
                 if seeds:
                     yield replace(job, seeds=seeds)
@@ -111,6 +113,7 @@ def play_next(
     Seeds that do not fit together are played one by one, as far as time goes. Data sets that are not here are passed
     over, and so is what another process plays in the same folder.
     """
+    place.make_ready()
 
     @cache
     def told_of(name: str) -> bool:
@@ -121,12 +124,14 @@ def play_next(
 
     looks = looks_of(studies)
     deadline = time.monotonic() + 60 * minutes
-    played, too_long = 0, float("inf")
-    for job in missing_jobs(studies, place.library):
+    played, too_long = 0, dict[str, float]()
+    for job in missing_jobs(studies, place.has):
         if not told_of(job.config.data.name):
             continue
         if not _that_fit(job, job.seeds, place, deadline - time.monotonic()):
-            too_long = min(too_long, usual_seconds(job.config, 1, place.on_gpu, place.library))
+            alone = usual_seconds(job.config, 1, place)
+            if alone >= 60 * minutes:
+                too_long[job.study] = max(alone, too_long.get(job.study, 0.0))
             continue
         with _claimed(job, place) as ours:
             if not ours:
@@ -136,10 +141,26 @@ def play_next(
         played += count
         if not ended:
             say("time is over; what was stopped goes on from here the next time")
-            return played
-    if not played and too_long < float("inf"):
-        say(f"nothing that is missing is likely to end in time: the shortest takes about {too_long / 60:.0f} minutes")
+            break
+    if too_long:
+        say(too_long_text(too_long, minutes))
     return played
+
+
+def too_long_text(seconds: Mapping[str, float], minutes: float) -> str:
+    """Studies of which the longest run takes so many seconds, more than there are minutes, and what would do."""
+    needed = ", ".join(f"{study} (needs --minutes {minutes_for(alone)})" for study, alone in seconds.items())
+    return f"some runs take longer than {minutes:g} minutes seed by seed, and --next passes them over: {needed}"
+
+
+def minutes_for(seconds: float) -> int:
+    """Whole minutes in which a run is begun that should take so many seconds."""
+    return math.floor(seconds / 60) + 1
+
+
+def longest_seconds(study: Study, has: Callable[[RunConfig, int], bool]) -> float:
+    """What the longest run that a study lacks should take on a GPU with one seed; 0 where it lacks none."""
+    return max((seconds_of(job.config, 1, on_gpu=True) for job in missing_jobs([study], has)), default=0.0)
 
 
 def _play_job(
@@ -147,7 +168,7 @@ def _play_job(
 ) -> tuple[int, bool]:
     """Play what nobody has played of a job; how many runs came to their end, and whether time sufficed for them."""
     place.library.look_again()
-    waiting = tuple(seed for seed in job.seeds if not place.library.has(job.config, seed))
+    waiting = tuple(seed for seed in job.seeds if not place.has(job.config, seed))
     played = 0
     while seeds := _that_fit(job, waiting, place, deadline - time.monotonic()):
         waiting = waiting[len(seeds) :]
@@ -155,6 +176,8 @@ def _play_job(
         try:
             if not play_runs([(job.config, seed) for seed in seeds], place, watched, deadline, looks):
                 return played, False
+        except DivergedError as error:  # which is kept: nobody plays it again
+            say(f"{job.study}  {job.label}: {error}")
         except FednormError as error:  # of one job, and no reason to leave the machine idle
             say(f"{job.study}  {job.label}: {error}")
             break
@@ -188,17 +211,8 @@ def _that_fit(job: Job, seeds: tuple[int, ...], place: Place, left: float) -> tu
     """Those of a job's seeds that should end in time: all of them together, the first, or none."""
 
     def fits(count: int) -> bool:
-        return usual_seconds(job.config, count, place.on_gpu, place.library) < left
+        return usual_seconds(job.config, count, place) < left
 
     if not seeds or fits(len(seeds)):
         return seeds
     return seeds[:1] if fits(1) else ()
-
-
-def cell_label(cell: StudyCell) -> str:
-    """A cell in a line: what sets it apart.
-
-    A variant is named last, in brackets.
-    """
-    setting = "".join(f" {key}={value}" for key, value in cell.setting.items() if key != cell.score.select)
-    return f"{cell.method}{setting}" + (f" [{cell.variant}]" if cell.variant else "")

@@ -48,8 +48,8 @@ class StudyRecipe:
     seeds: tuple[int, ...] = (0, 1, 2)
     figure: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """other readings of the paper: fields they `set`, `methods` they change, what they are `about`, and `where`: values
-    of axes that they are readings of, where not all are"""
+    """other readings of the paper: fields they `set`, for all or in `axes` for some values of an axis, `methods` they
+    change, what they are `about`, and `where`: values of axes that they are readings of, where not all are"""
     skip: tuple[Mapping[str, list[str]], ...] = ()
     """combinations that a figure does not have: values of `method` and of axes; what matches all of one is left out"""
     quick: Mapping[str, Any] = field(default_factory=dict)

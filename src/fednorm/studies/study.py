@@ -11,13 +11,14 @@ from typing import Any
 from fednorm.errors import ConfigError, unknown
 from fednorm.running.config import RunConfig, from_dict, updated
 from fednorm.running.on_clock import full_name
+from fednorm.studies.choosing import Told, is_at, refuse_absent, spelled
 from fednorm.studies.published import Experiment, PublishedCell, experiments, find_experiment
 from fednorm.studies.recipes import Score, StudyRecipe, read_study_recipe
 
 
 @dataclass(frozen=True)
 class StudyCell:
-    """One number of a study: what was published, if it was, and the run it is read off."""
+    """One number of a study: what was published, if it was and is not a quick run's, and the run it is read off."""
 
     study: str
     method: str
@@ -80,15 +81,16 @@ class Study:
         for key in methods:
             if key not in self.recipe.methods:
                 raise unknown(f"method of {self.id}", key, self.recipe.methods)
-        cells = (*self._main(quick, methods), *(self._other_readings(quick, methods) if variants else ()))
-        for axis, values in (where or {}).items():
-            there = {told[axis] for told in map(_told, cells) if axis in told}
-            if not there:
-                raise unknown(f"setting of {self.id}", axis, {name for cell in cells for name in _told(cell)})
-            for value in values:
-                if value not in there:
-                    raise unknown(f"{axis} of {self.id}", value, there)
-        return tuple(cell for cell in cells if _is_at(_told(cell), where or {}))
+        cells = self._of_methods(methods, quick, variants)
+        if not where:
+            return cells
+        asked = {axis: [spelled(value) for value in values] for axis, values in where.items()}
+        of_methods = {key: [*map(_told, self._of_methods([key], quick, variants))] for key in self.recipe.methods}
+        refuse_absent(self.id, [*map(_told, cells)], of_methods, asked)
+        return tuple(cell for cell in cells if is_at(_told(cell), asked))
+
+    def _of_methods(self, methods: Sequence[str], quick: bool, variants: bool) -> tuple[StudyCell, ...]:
+        return (*self._main(quick, methods), *(self._other_readings(quick, methods) if variants else ()))
 
     def _main(self, quick: bool, methods: Sequence[str]) -> Iterator[StudyCell]:
         for method, setting, published in self._published():
@@ -99,7 +101,7 @@ class Study:
         """Cells of other readings, less those that a reading leaves as they are: the same run is no second opinion."""
         for name, reading in self.recipe.variants.items():
             for main in self._main(quick, methods):
-                if _is_at(_told(main), reading.get("where", {})):
+                if is_at(_told(main), reading.get("where", {})):
                     other = self._cell(main.method, main.setting, main.published, name, quick)
                     if other.config != main.config:
                         yield other
@@ -143,6 +145,8 @@ class Study:
         reading = recipe.variants[variant] if variant else {}
         expression = reading.get("methods", {}).get(method, expression)
         fields |= reading.get("set", {})
+        for axis, values in reading.get("axes", {}).items():
+            fields |= values.get(texts.get(axis, ""), {})
         if quick:
             expression = recipe.quick_methods.get(method, expression)
             fields |= {**recipe.quick, **recipe.quick_set.get(method, {})}
@@ -152,7 +156,8 @@ class Study:
         config = updated(self._common, {**fields, "method": _full_name(expression.format_map(texts))})
         names = {**recipe.score.names, **recipe.score.stand_ins} if quick else recipe.score.names
         score = replace(recipe.score, names=names, at_time=recipe.quick_at_time if quick else recipe.score.at_time)
-        return StudyCell(self.id, method, setting, variant, config, score, published, self._describing)
+        told = None if quick else published  # a quick run is not the paper's setting, and nothing to set beside it
+        return StudyCell(self.id, method, setting, variant, config, score, told, self._describing)
 
     @cached_property
     def _common(self) -> RunConfig:
@@ -164,6 +169,15 @@ class Study:
         """Axes that set nothing, whatever their value, and that no method's expression names."""
         silent = {axis for axis, values in self.recipe.axes.items() if not any(values.values())}
         return frozenset(axis for axis in silent if f"{{{axis}}}" not in str(self.recipe.methods))
+
+
+def cell_label(cell: StudyCell) -> str:
+    """A cell in a line: what sets it apart.
+
+    A variant is named last, in brackets.
+    """
+    setting = "".join(f" {key}={value}" for key, value in cell.setting.items() if key != cell.score.select)
+    return f"{cell.method}{setting}" + (f" [{cell.variant}]" if cell.variant else "")
 
 
 @cache
@@ -184,14 +198,9 @@ def _full_name(expression: str) -> str:
     return full_name(expression)
 
 
-def _told(cell: StudyCell) -> dict[str, str]:
+def _told(cell: StudyCell) -> Told:
     """A cell's setting as texts, and which reading it is."""
     return {"variant": cell.variant or "main"} | {axis: _text(value) for axis, value in cell.setting.items()}
-
-
-def _is_at(told: Mapping[str, str], where: Mapping[str, Collection[str]]) -> bool:
-    """Whether every axis that is named has one of the values that are named with it."""
-    return all(told.get(axis) in values for axis, values in where.items())
 
 
 def _text(value: Any) -> str:
