@@ -173,6 +173,16 @@ def test_scores_along_an_axis_need_two_places() -> None:
     assert ticks == ["0.05", "0.1", "0.25", "0.5", "0.75", "0.9"]
 
 
+def test_what_has_one_place_so_far_is_drawn_beside_what_has_several() -> None:
+    study = find_study("fixbn.momentum")
+    of_bn = [cell for cell in study.cells() if cell.method == "fedavg_bn" and cell.setting["dataset"] == "cifar10"]
+    one = [cell for cell in of_bn if cell.setting["momentum"] == "local" and cell.setting["local_steps"] == "100"]
+    several = [cell for cell in of_bn if cell.setting["momentum"] == "reset"]
+    assert not KINDS["by_axis"](study, measured(study, one))
+    titles = ["momentum reset, dataset cifar10", "momentum local, dataset cifar10"]
+    assert list(filled(study, "by_axis", measured(study, [*several, *one]))) == titles
+
+
 def test_published_numbers_along_an_axis_are_crosses() -> None:
     axis = filled(find_study("fixbn.tI"), "by_axis")[""]
     told = axis.get_legend_handles_labels()[0][0]

@@ -169,14 +169,25 @@ def _heat(
 def axis_panels(study: Study, results: Sequence[Measured]) -> list[Panel]:
     """The score along an axis, a line a method, a panel for each value of the other axes; bars are the spread.
 
-    Crosses are what was published.
+    Crosses are what was published. Once there are several places along the axis, those are drawn too that may have more
+    and have one so far.
     """
     x = study.recipe.figure["x"]
     values = list(study.recipe.axes[x])
-    groups = _grouped(_whole(results), lambda cell: _setting(cell, frozenset({x})))
-    several = {title: some for title, some in groups.items() if len({str(e.cell.setting[x]) for e in some}) > 1}
+
+    def grouped(results: Sequence[Measured]) -> dict[str, list[Measured]]:
+        return _grouped(_whole(results), lambda cell: _setting(cell, frozenset({x})))
+
+    def places(results: Sequence[Measured]) -> int:
+        return len({str(each.cell.setting[x]) for each in results})
+
+    groups, possible = grouped(results), grouped([Measured(cell, ()) for cell in study.cells()])
+    if max(map(places, groups.values()), default=0) < 2:
+        return []
     return [
-        Panel(title, lambda axis, some=some: _along(axis, study, some, x, values)) for title, some in several.items()
+        Panel(title, lambda axis, some=some: _along(axis, study, some, x, values))
+        for title, some in groups.items()
+        if places(possible[title]) > 1
     ]
 
 
