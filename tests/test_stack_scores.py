@@ -15,9 +15,11 @@ import tiny
 from fednorm.data.federation import Federation
 from fednorm.data.given import from_clients
 from fednorm.engines.stack.scores import StackScorer
+from fednorm.running.clock_run import ClockRun, run_of
 from fednorm.running.evaluate import Scores, evaluate
 from fednorm.running.plan import Plan
 from fednorm.running.run import Run
+from fednorm.running.store import Store
 
 SIZES = (6, 1, 9, 6, 7, 30, 2)
 """Test rows of the clients: equal and unequal ones, more than fit into a stack, and a single one."""
@@ -68,10 +70,17 @@ def test_clients_of_a_stack_have_the_scores_they_have_alone(method: str, held: f
     assert len(calls) == 2 + 2 + bool(held)
 
 
-def test_a_run_of_the_stacked_engine_scores_by_stacks(capsys: pytest.CaptureFixture[str]) -> None:
-    reference, run = (played(engine__name=engine) for engine in ("sequential", "stacked"))
-    assert "_stack_scorer" in vars(run)
-    assert "_stack_scorer" not in vars(reference)
+@pytest.mark.parametrize("method", ["fedbn", "fedbuff(b=3)+fedbn"])
+def test_a_run_of_the_stacked_engine_scores_by_stacks(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def ended(engine: str) -> Run | ClockRun:
+        made = tiny.plan(method, data=federation(), rounds=2, eval__chunk=ROOM, engine__name=engine)
+        run = run_of(made, Store())
+        assert len(list(run.rounds())) == 2
+        return run
+
+    reference, run = ended("sequential"), ended("stacked")
+    assert "_scorer_of_stacks" in vars(run)
+    assert "_scorer_of_stacks" not in vars(reference)
     rows = zip(reference.store.rows(), run.store.rows(), strict=True)
     for wanted, found in rows:
         if "eval" in wanted:

@@ -145,7 +145,7 @@ class ClockRun(PlayedRun):
         held = self._asked_outside(row, version, tested, last)
         if tested:
             phase = self.plan.evaluated(row["stage"])
-            scores = evaluate(self.plan, phase, held.tree, self.store)
+            scores = evaluate(self.plan, phase, held.tree, self.store, stack=self.stack_scorer)
             row |= {"eval": scores, "metric": metric_facts(self.plan.task)}
             if self.plan.config.keep == "best" and self.keeper.is_best(scores):
                 self.keeper.keep_best(version, row["stage"], held.tree, scores)

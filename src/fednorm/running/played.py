@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import ClassVar
 
 from fednorm.core.report import Report
 from fednorm.engines.base import Awaited, Engine
+from fednorm.engines.stack.scores import StackScorer
 from fednorm.running.how_it_ran import how_it_ran
 from fednorm.running.plan import Plan
 from fednorm.running.records import Ran
@@ -62,6 +64,15 @@ class PlayedRun(ABC):
         for rows in (self.plan.federation.live, self.plan.federation.live_test):
             if rows is not None:
                 rows.close()
+
+    @cached_property
+    def _scorer_of_stacks(self) -> StackScorer:
+        return StackScorer(self.plan)
+
+    @property
+    def stack_scorer(self) -> StackScorer | None:
+        """What tests clients' own models many at once; None where the engine trains one after the other."""
+        return self._scorer_of_stacks if self.engine_name == "stacked" and not self.engine.fell_back else None
 
     def ran(self) -> Ran:
         """What plays this run, and what played it before."""

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from functools import cached_property
 from typing import cast
 
 from fednorm.core.phases import Purpose
@@ -14,7 +13,6 @@ from fednorm.core.report import Report
 from fednorm.engines.base import Awaited, Engine, Order, Played
 from fednorm.engines.choose import make_engine
 from fednorm.engines.ranks import Alone
-from fednorm.engines.stack.scores import StackScorer
 from fednorm.errors import FednormError
 from fednorm.halves.exchange import diverged
 from fednorm.halves.prepared_phase import PreparedPhase
@@ -138,16 +136,12 @@ class Run(PlayedRun):
         """Whether probes look at this round's steps."""
         return bool(self.plan.probes) and number % self.plan.config.eval.probe_every == 0
 
-    @cached_property
-    def _stack_scorer(self) -> StackScorer:
-        return StackScorer(self.plan)
-
     def _scores(self, phase: PreparedPhase) -> Scores:
         self._bring_home()
         self.ranks.collect(self.store)
         clients = averaged_clients(self.plan, self.server.row["round"])
-        stack = self._stack_scorer if self.engine_name == "stacked" and not self.engine.fell_back else None
-        scores = evaluate(self.plan, phase, self.server.tree, self.store, clients, stack) if self.ranks.first else {}
+        tree, stack = self.server.tree, self.stack_scorer
+        scores = evaluate(self.plan, phase, tree, self.store, clients, stack) if self.ranks.first else {}
         if self.plan.config.keep == "best" and self.ranks.tell_first(lambda: self.keeper.is_best(scores)):
             self.keeper.keep_best(self.server.row["round"], self.server.stage, self.server.tree, scores)
         return scores
