@@ -6,7 +6,9 @@ So no thread calculates where anything lies, and filters and pixels go straight 
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from threading import Event
 from typing import NamedTuple
 
 import torch
@@ -17,9 +19,10 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fednorm.engines.stack.kernels.launch import kernel
-from fednorm.engines.stack.kernels.ops import INTERPRETED
+from fednorm.engines.stack.kernels.ops import INTERPRETED, SIDE_BY_SIDE
 from fednorm.engines.stack.kernels.pointwise import finish
 from fednorm.engines.stack.kernels.tiles import Cut, Tile, power_of_2
+from fednorm.errors import first_line
 
 _ARCH = 90
 """The first GPUs that fetch boxes."""
@@ -29,6 +32,8 @@ _CHANNELS = 32
 """With fewer, boxes are fetched in so small pieces that threads are quicker."""
 _PROGRAMS = 110
 """that are worth having: a GPU of this kind plays 132 at a time."""
+_GIVEN_UP = Event()
+"""Set once a kernel of boxes has failed in this process."""
 
 
 class Box(NamedTuple):
@@ -67,7 +72,26 @@ def box_tile(tile: Tile, outs: int, tiles: int) -> Tile:
 
 def boxes_fit(stride: int, *tensors: Tensor) -> bool:
     """Whether a convolution with this step, of these tensors with the channel last, can be fetched as boxes."""
-    return stride == 1 and _fetches() and all(map(_is_laid, tensors))
+    return stride == 1 and not _GIVEN_UP.is_set() and _fetches() and all(map(_is_laid, tensors))
+
+
+def fetched(launch: Callable[[], None]) -> bool:
+    """Whether a launch with boxes could be made; the first that could not is told of, and no other is tried.
+
+    While a graph is captured it fails as any launch does: what was recorded of it would be played. Kernels made side by
+    side may fail for no reason, so what was tried there decides nothing.
+    """
+    try:
+        launch()
+    except Exception as error:  # a driver that refuses boxes, too little memory, Triton's compiler: of many types
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise
+        if not SIDE_BY_SIDE.get() and not _GIVEN_UP.is_set():
+            _GIVEN_UP.set()
+            why = first_line(error)
+            print(f"stacked engine: convolutions take longer than they could, boxes failed ({why})", file=sys.stderr)
+        return False
+    return True
 
 
 def _fetches() -> bool:

@@ -6,6 +6,7 @@ are tested against. Activations are (client, batch, channel, height, width), lai
 # torch.library reads the annotations of an operator, so this file does without `from __future__ import annotations`.
 
 import os
+from contextvars import ContextVar
 from importlib.util import find_spec
 from math import prod
 from typing import Any, cast
@@ -20,6 +21,8 @@ from fednorm.engines.stack.kernels.tiles import conv_tile, weight_cut
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton plays kernels on the CPU, number by number: slow, for tests, which teach it narrow types."""
+SIDE_BY_SIDE = ContextVar("SIDE_BY_SIDE", default=False)
+"""Whether this thread makes kernels beside others: Python's parser, which Triton asks, may then fail for no reason."""
 _TYPES = (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 
 
