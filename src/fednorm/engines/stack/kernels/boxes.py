@@ -8,6 +8,7 @@ So no thread calculates where anything lies, and filters and pixels go straight 
 
 import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from threading import Event
 from typing import NamedTuple
 
@@ -70,9 +71,12 @@ def box_tile(tile: Tile, outs: int, tiles: int) -> Tile:
     return tile._replace(outs=256, warps=8, stages=3) if many else tile
 
 
-def boxes_fit(stride: int, *tensors: Tensor) -> bool:
+def boxes_fit(stride: int, *images: Tensor, filters: Tensor | None = None) -> bool:
     """Whether a convolution with this step, of these tensors with the channel last, can be fetched as boxes."""
-    return stride == 1 and not _GIVEN_UP.is_set() and _fetches() and all(map(_is_laid, tensors))
+    if stride != 1 or _GIVEN_UP.is_set() or not _fetches():
+        return False
+    whole = all(each.is_contiguous() and _is_laid(each) for each in images)
+    return whole and (filters is None or _is_laid(filters))
 
 
 def fetched(launch: Callable[[], None]) -> bool:
@@ -102,25 +106,43 @@ def _fetches() -> bool:
 
 
 def _is_laid(tensor: Tensor) -> bool:
-    """Whether numbers are narrow, and lie as boxes are fetched from."""
-    steps = [each * tensor.itemsize for each in tensor.stride()[:-1]]
-    places = [tensor.data_ptr(), *steps]
-    return tensor.dtype == torch.bfloat16 and tensor.stride(-1) == 1 and all(each % _BYTES == 0 for each in places)
+    """Whether numbers are narrow, and lie as boxes are fetched from: those of a client in one piece, clients apart."""
+    own = tensor[0]
+    apart = own.numel() if _is_one(tensor) else tensor.stride(0)
+    places = tensor.data_ptr(), apart * tensor.itemsize, tensor.shape[-1] * tensor.itemsize
+    narrow = tensor.dtype == torch.bfloat16
+    return narrow and own.is_contiguous() and apart >= own.numel() and all(each % _BYTES == 0 for each in places)
 
 
-def _boxes(tensor: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+def _is_one(tensor: Tensor) -> bool:
+    """Whether there are the numbers of one client alone, though others may share them."""
+    return len(tensor) == 1 or tensor.stride(0) == 0
 
 
-@kernel("total", "tiles")
+def _boxes(tensor: Tensor, shape: Sequence[int], *block: int) -> TensorDescriptor:
+    """Boxes of tensors of this shape, one for each client, or one for all.
+
+    A unit that fetches boxes wants each step to be as long as what lies within it, and multiples of 16 bytes. Torch's
+    own are 0 where clients share their numbers, and may be anything where there is but one of something.
+    """
+    steps = [prod(shape[place:]) for place in range(len(shape) + 1)]
+    if _is_one(tensor):
+        return TensorDescriptor(tensor, [1, *shape], steps, [1, *block])
+    return TensorDescriptor(tensor, [len(tensor), *shape], [tensor.stride(0), *steps[1:]], [1, *block])
+
+
+@kernel("own_filters", "total", "tiles")
 def _conv_kernel(
-    x_boxes, w_boxes, bias_ptr, add_ptr, y_ptr, part_ptr, bias_stride, total, tiles,
+    x_boxes, w_boxes, bias_ptr, add_ptr, y_ptr, part_ptr, own_filters, bias_stride, total, tiles,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, PAD_H: tl.constexpr,
     PAD_W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BACKWARD: tl.constexpr, BIAS: tl.constexpr,
     ADD: tl.constexpr, RELU: tl.constexpr, MOMENTS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr,
     TERMS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    """y = conv(x, w), or with BACKWARD the gradient of the input: there x is dy, IN are the filters' outputs."""
+    """y = conv(x, w), or with BACKWARD the gradient of the input: there x is dy, IN are the filters' outputs.
+
+    Clients have filters of their own (own_filters is 1) or all the same (0).
+    """
     PIXELS: tl.constexpr = IMAGES * ROWS * WIDTH
     tile, client = tl.program_id(0), tl.program_id(1)
     first, out = tile * PIXELS, tl.program_id(2) * BLOCK_OUT
@@ -131,10 +153,10 @@ def _conv_kernel(
         down, right = tap // KW - PAD_H, tap % KW - PAD_W
         if BACKWARD:
             x = x_boxes.load([client, image, row - down, -right, channel])
-            w = w_boxes.load([client, channel, tap * OUT + out]).reshape(TERMS, BLOCK_OUT)
+            w = w_boxes.load([client * own_filters, channel, tap * OUT + out]).reshape(TERMS, BLOCK_OUT)
         else:
             x = x_boxes.load([client, image, row + down, right, channel])
-            w = w_boxes.load([client, out, start]).reshape(BLOCK_OUT, TERMS).T
+            w = w_boxes.load([client * own_filters, out, start]).reshape(BLOCK_OUT, TERMS).T
         acc = tl.dot(x.reshape(PIXELS, TERMS), w, acc)
     pixel, outs = first + tl.arange(0, PIXELS), out + tl.arange(0, BLOCK_OUT)
     finish(
@@ -178,11 +200,11 @@ def run_box_conv(
     _, batch, height, width, _ = y.shape
     total = batch * height * width
     tiles = triton.cdiv(total, tile.pixels)
-    flat = w.as_strided((clients, filters, kh * kw * inner), (w.stride(0), kh * kw * inner, 1))
     block = (tile.terms, tile.outs) if backward else (tile.outs, tile.terms)
     _conv_kernel[(tiles, clients, triton.cdiv(outs, tile.outs))](
-        _boxes(x, 1, *box, width, tile.terms), _boxes(flat, 1, *block), w if bias is None else bias,
-        y if addend is None else addend, y, parts, 0 if bias is None else bias.stride(0), total, tiles,
+        _boxes(x, x.shape[1:], *box, width, tile.terms), _boxes(w, (filters, kh * kw * inner), *block),
+        w if bias is None else bias, y if addend is None else addend, y, parts, int(not _is_one(w)),
+        0 if bias is None else bias.stride(0), total, tiles,
         HEIGHT=height, WIDTH=width, IN=ins, OUT=outs, PAD_H=padding[0], PAD_W=padding[1], KH=kh, KW=kw,
         BACKWARD=backward, BIAS=bias is not None, ADD=addend is not None, RELU=relu, MOMENTS=parts.numel() > 0,
         IMAGES=box.images, ROWS=box.rows, TERMS=tile.terms, BLOCK_OUT=tile.outs,
@@ -197,7 +219,8 @@ def run_box_weight_grad(
     clients, shares, outs, kh, kw, ins = parts.shape
     height, width = dy.shape[2:4]
     _weight_kernel[(shares, clients, cut.blocks)](
-        _boxes(x, 1, *box, width, tile.terms), _boxes(dy, 1, *box, width, tile.outs), parts, cut.turns,
+        _boxes(x, x.shape[1:], *box, width, tile.terms), _boxes(dy, dy.shape[1:], *box, width, tile.outs), parts,
+        cut.turns,
         HEIGHT=height, WIDTH=width, IN=ins, OUT=outs, PAD_H=padding[0], PAD_W=padding[1], KH=kh, KW=kw,
         IMAGES=box.images, ROWS=box.rows, TERMS=tile.terms, BLOCK_OUT=tile.outs,
         num_warps=tile.warps, num_stages=tile.stages,

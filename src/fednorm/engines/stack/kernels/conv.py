@@ -219,7 +219,7 @@ def run_conv(
         run_point(x, w, y, parts, tile, backward=backward, bias=bias, addend=addend, relu=relu)
         return y, parts
     box = box_of(tile, ins, *size)
-    if box and boxes_fit(shape.stride, x, w):
+    if box and boxes_fit(shape.stride, x, filters=w):
         given = x, w, y, parts, box_tile(tile, outs, tiles * clients), box, (shape.pad_h, shape.pad_w)
         if fetched(partial(run_box_conv, *given, backward=backward, bias=bias, addend=addend, relu=relu)):
             return y, parts
