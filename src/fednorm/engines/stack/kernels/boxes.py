@@ -2,7 +2,8 @@
 
 They do what those in `conv` do, for steps of 1, channels that fill turns and images as wide as a power of 2. A tile of
 pixels is a box of the output, and what a tap reads is the same box, moved: what lies beyond an image comes as zeros.
-So no thread calculates where anything lies, and filters and pixels go straight to where products are taken.
+So no thread calculates where anything lies. Boxes are put into shared memory, and of 64 channels or more products are
+taken from there; of fewer, pixels go by way of registers.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 
@@ -33,6 +34,9 @@ _CHANNELS = 32
 """With fewer, boxes are fetched in so small pieces that threads are quicker."""
 _PROGRAMS = 110
 """that are worth having: a GPU of this kind plays 132 at a time."""
+_MANY = tl.constexpr(64)
+"""From so many channels on a product is right^T left^T, filters first: boxes of several rows that are the left part, of
+which four warps take 64 rows at once, Triton reads into registers before, and never those that are the right part."""
 _GIVEN_UP = Event()
 """Set once a kernel of boxes has failed in this process."""
 
@@ -131,6 +135,12 @@ def _boxes(tensor: Tensor, shape: Sequence[int], *block: int) -> TensorDescripto
     return TensorDescriptor(tensor, [len(tensor), *shape], [tensor.stride(0), *steps[1:]], [1, *block])
 
 
+@triton.jit
+def _added(acc, left, right, TURNED: tl.constexpr):
+    """acc + left right, or TURNED acc + (left right)^T."""
+    return tl.dot(right.T, left.T, acc) if TURNED else tl.dot(left, right, acc)
+
+
 @kernel("own_filters", "total", "tiles")
 def _conv_kernel(
     x_boxes, w_boxes, bias_ptr, add_ptr, y_ptr, part_ptr, own_filters, bias_stride, total, tiles,
@@ -147,7 +157,8 @@ def _conv_kernel(
     tile, client = tl.program_id(0), tl.program_id(1)
     first, out = tile * PIXELS, tl.program_id(2) * BLOCK_OUT
     image, row = first // (HEIGHT * WIDTH), first % (HEIGHT * WIDTH) // WIDTH
-    acc = tl.zeros((PIXELS, BLOCK_OUT), dtype=tl.float32)
+    TURNED: tl.constexpr = BLOCK_OUT >= _MANY
+    acc = tl.zeros((BLOCK_OUT, PIXELS) if TURNED else (PIXELS, BLOCK_OUT), dtype=tl.float32)
     for start in range(0, KH * KW * IN, TERMS):
         tap, channel = start // IN, start % IN
         down, right = tap // KW - PAD_H, tap % KW - PAD_W
@@ -157,7 +168,8 @@ def _conv_kernel(
         else:
             x = x_boxes.load([client, image, row + down, right, channel])
             w = w_boxes.load([client * own_filters, out, start]).reshape(BLOCK_OUT, TERMS).T
-        acc = tl.dot(x.reshape(PIXELS, TERMS), w, acc)
+        acc = _added(acc, x.reshape(PIXELS, TERMS), w, TURNED)
+    acc = acc.T if TURNED else acc
     pixel, outs = first + tl.arange(0, PIXELS), out + tl.arange(0, BLOCK_OUT)
     finish(
         acc, pixel, tile, outs, client.to(tl.int64), total, tiles, OUT, bias_ptr, bias_stride, add_ptr, y_ptr, part_ptr,
@@ -178,13 +190,15 @@ def _weight_kernel(
     out_blocks: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     out, block = tl.program_id(2) % out_blocks * BLOCK_OUT, tl.program_id(2) // out_blocks
     tap, channel = block // (IN // TERMS), block % (IN // TERMS) * TERMS
-    acc = tl.zeros((TERMS, BLOCK_OUT), dtype=tl.float32)
+    TURNED: tl.constexpr = BLOCK_OUT >= _MANY
+    acc = tl.zeros((BLOCK_OUT, TERMS) if TURNED else (TERMS, BLOCK_OUT), dtype=tl.float32)
     for turn in range(turns):
         first = (split * turns + turn) * PIXELS
         image, row = first // (HEIGHT * WIDTH), first % (HEIGHT * WIDTH) // WIDTH
         x = x_boxes.load([client, image, row + tap // KW - PAD_H, tap % KW - PAD_W, channel])
-        dy = dy_boxes.load([client, image, row, 0, out])
-        acc = tl.dot(x.reshape(PIXELS, TERMS).T, dy.reshape(PIXELS, BLOCK_OUT), acc)
+        dy = dy_boxes.load([client, first, out]).reshape(PIXELS, BLOCK_OUT)
+        acc = _added(acc, x.reshape(PIXELS, TERMS).T, dy, TURNED)
+    acc = acc.T if TURNED else acc
     term, outs = tap * IN + channel + tl.arange(0, TERMS), out + tl.arange(0, BLOCK_OUT)
     base = (client.to(tl.int64) * tl.num_programs(0) + split) * (OUT * IN * KH * KW)
     tl.store(part_ptr + base + outs[None, :] * (KH * KW * IN) + term[:, None], acc, mask=(outs < OUT)[None, :])
@@ -217,10 +231,10 @@ def run_box_weight_grad(
 ) -> None:
     """Write each part of (client, part, out, height, width, in)."""
     clients, shares, outs, kh, kw, ins = parts.shape
-    height, width = dy.shape[2:4]
+    _, batch, height, width, _ = dy.shape
     _weight_kernel[(shares, clients, cut.blocks)](
-        _boxes(x, x.shape[1:], *box, width, tile.terms), _boxes(dy, dy.shape[1:], *box, width, tile.outs), parts,
-        cut.turns,
+        _boxes(x, x.shape[1:], *box, width, tile.terms),
+        _boxes(dy, (batch * height * width, outs), tile.pixels, tile.outs), parts, cut.turns,
         HEIGHT=height, WIDTH=width, IN=ins, OUT=outs, PAD_H=padding[0], PAD_W=padding[1], KH=kh, KW=kw,
         IMAGES=box.images, ROWS=box.rows, TERMS=tile.terms, BLOCK_OUT=tile.outs,
         num_warps=tile.warps, num_stages=tile.stages,
