@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.skipif(not ops.HAS_TRITON or ops.INTERPRETED, reason="there is no Triton that compiles"),
     pytest.mark.timeout(900),
 ]
-H200, CONSUMER = 90, 86
-ROOM = {H200: 227 * 1024, CONSUMER: 99 * 1024}
+H200, CONSUMER, NEWEST = 90, 86, 120
+ROOM = {H200: 227 * 1024, CONSUMER: 99 * 1024, NEWEST: 99 * 1024}
 """Bytes of shared memory that a program may have, by compute capability."""
 MODELS = {
     "resnet20": {},
@@ -63,7 +63,7 @@ def all_kernels() -> set[tuple[str, str]]:
     return {(module, name) for module, name, value in named if isinstance(value, Kernel)}
 
 
-@pytest.mark.parametrize(("arch", "wide"), [(H200, False), (CONSUMER, False), (CONSUMER, True)])
+@pytest.mark.parametrize(("arch", "wide"), [(H200, False), (CONSUMER, False), (CONSUMER, True), (NEWEST, False)])
 def test_kernels_compile_and_fit(arch: int, wide: bool) -> None:
     """All of them, for all that these models ask of them, in bfloat16 or in tf32."""
     from kernel_builds import building
@@ -84,7 +84,7 @@ def test_kernels_compile_and_fit(arch: int, wide: bool) -> None:
     assert {each.name: each.shared for each in kernels.values() if each.shared > ROOM[arch]} == {}
 
 
-@pytest.mark.parametrize("arch", [H200])
+@pytest.mark.parametrize("arch", [H200, NEWEST])
 @pytest.mark.parametrize(
     ("channels", "size", "cuts"),
     [
