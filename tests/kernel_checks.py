@@ -249,6 +249,27 @@ def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool, ceil
         for left, right in zip(grads, wanted, strict=True):
             close(left, right, 1e-3)
         close(masked, dy * ((got > 0) & (got < (ceiling or torch.inf))))
+        if ceiling is None:
+            check_anew(given, away, (gamma, beta), running, training, parts)
+
+
+def check_anew(
+    x: Tensor, dy: Tensor, affine: tuple[Tensor, Tensor], running: norm.Running, training: bool,
+    parts: tuple[Tensor, int] | None,
+) -> None:  # fmt: skip
+    """Gradients are the same to the bit, whether what a ReLU left is read or computed anew: of 0 and no number too."""
+    gamma, beta = map(apart, affine)
+    gamma[:, :3] = 0
+    beta[:, :3] = torch.tensor([0, 1e-41, torch.nan])  # the second is no positive number in bfloat16
+    y, mean, var, _ = norm.run_norm(
+        x, gamma, beta, running, training=training, rate=0.1, eps=1e-5, relu=True, parts=parts
+    )  # fmt: skip
+    read, anew = (
+        norm.run_norm_grad(x, dy, mean, var, gamma, training=training, eps=1e-5, masked=True, **shown)
+        for shown in ({"y": y}, {"beta": beta})
+    )
+    for left, right in zip(read, anew, strict=True):
+        assert torch.equal(left, right)
 
 
 def check_many_parts(dtype: torch.dtype) -> None:
