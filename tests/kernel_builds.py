@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +34,7 @@ from fednorm.core.state import Tree
 from fednorm.engines.stack import phase_program, program, slot
 from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.in_place import write_in_place
-from fednorm.engines.stack.kernels import launch, ops
+from fednorm.engines.stack.kernels import boxes, launch, ops
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.program import Program, TensorSpec, compile_kernels
 from fednorm.engines.stack.rounding import Rounded
@@ -117,6 +118,8 @@ def building(arch: int) -> Iterator[tuple[dict[str, Built], list[Exception]]]:
             # One kernel after the other: Python's parser, which Triton asks, may fail in several threads.
             patches.enter_context(patch.object(program, "_COMPILERS", 1))
             patches.enter_context(patch.object(launch.Kernel, "__getitem__", build))
+            # What fails here says nothing about others.
+            patches.enter_context(patch.object(boxes, "_GIVEN_UP", Event()))
             yield built, failed
     finally:
         driver._active = None  # the next to ask finds the machine's own, if it has one

@@ -7,7 +7,7 @@ bfloat16; of those torch is given the same rounded numbers, and calculates with 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional, grad
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fednorm.core import rng
 from fednorm.core.optimizers import AdamUpdate
@@ -96,11 +97,17 @@ def check_boxes(ins: int, outs: int, padding: int, kernel: int, size: tuple[int,
     y = torch.stack([functional.conv2d(a, b, None, 1, padding) for a, b in zip(x, w, strict=True)])
     (away, dy), (addend, extra) = draw(torch.bfloat16, *y.shape), draw(torch.bfloat16, *x.shape)
     shape, narrow = conv.Shape(1, padding, padding, kernel, kernel), channels_last(filters).bfloat16()
-    with patch.object(boxes, "_fetches", lambda: ops.INTERPRETED or real_fetches()), counted() as fetched:
-        got, parts = conv.run_conv(channels_last(given), narrow, (y.shape[3], y.shape[4]), shape, moments=True)
+    out_size, one = (y.shape[3], y.shape[4]), narrow[:1].expand_as(narrow)
+    with fetching() as fetched:
+        got, parts = conv.run_conv(channels_last(given), narrow, out_size, shape, moments=True)
         back, _ = conv.run_conv(channels_last(away), narrow, size, shape, backward=True, addend=channels_last(addend))
         found = conv.run_weight_grad(channels_last(given), channels_last(away), shape)
-    assert not ops.INTERPRETED or len(fetched) == launches
+        assert not ops.INTERPRETED or len(fetched) == launches
+        for values, end, backward in ((given, out_size, False), (away, size, True)):  # filters that clients share
+            each = [
+                conv.run_conv(channels_last(values), w, end, shape, backward=backward)[0] for w in (one, one.clone())
+            ]
+            assert torch.equal(*each)
     close(channels_second(got), y)
     each = list(zip(x, w, dy, strict=True))
     dx = torch.stack([grad.conv2d_input(a.shape, b, c, 1, padding) for a, b, c in each])
@@ -112,20 +119,51 @@ def check_boxes(ins: int, outs: int, padding: int, kernel: int, size: tuple[int,
 
 
 @contextmanager
-def counted() -> Iterator[list[str]]:
-    """Which launches of boxes there are."""
+def fetching() -> Iterator[list[str]]:
+    """Which launches of boxes there are, also in the interpreter; what they tell of steps is what a driver admits."""
     found: list[str] = []
-    names = "run_box_conv", "run_box_weight_grad"
+
+    def described(tensor: Tensor, shape: list[int], steps: list[int], block: list[int]) -> TensorDescriptor:
+        within = [size * step for size, step in zip(shape[1:], steps[1:], strict=True)]
+        assert all(step >= most for step, most in zip(steps, within, strict=False)), (shape, steps)
+        assert all(step * tensor.itemsize % 16 == 0 for step in steps[:-1]), (shape, steps)
+        return TensorDescriptor(tensor, shape, steps, block)
+
+    def told(name: str, real: Callable[..., None]) -> Callable[..., None]:
+        def tell(*args: Any, **named: Any) -> None:
+            found.append(name)
+            real(*args, **named)
+
+        return tell
+
     with ExitStack() as patches:
-        for name in names:
-            real = getattr(boxes, name)
-
-            def told(*args: Any, real: Any = real, name: str = name, **named: Any) -> None:
-                found.append(name)
-                real(*args, **named)
-
-            patches.enter_context(patch.object(conv, name, told))
+        patches.enter_context(patch.object(boxes, "_fetches", lambda: ops.INTERPRETED or real_fetches()))
+        patches.enter_context(patch.object(boxes, "TensorDescriptor", described))
+        for name in ("run_box_conv", "run_box_weight_grad"):
+            patches.enter_context(patch.object(conv, name, told(name, getattr(boxes, name))))
         yield found
+    assert not boxes._GIVEN_UP.is_set()  # or others would have taken their place
+
+
+def check_where_boxes_lie() -> None:
+    """Steps of what there is but one of say nothing; where clients overlap, or begin anywhere, there are no boxes."""
+    with fetching():
+        x = torch.randn(2048, device=DEVICE).bfloat16().as_strided((1, 1, 4, 8, 64), (3, 5, 512, 64, 1))
+        w = torch.randn(64 * 9 * 64 + 8, device=DEVICE).bfloat16().as_strided((1, 64, 3, 3, 64), (7, 576, 192, 64, 1))
+        shape = conv.Shape(1, 1, 1, 3, 3)
+        got, _ = conv.run_conv(x, w, (4, 8), shape)
+        y = functional.conv2d(channels_second(x)[0].float(), w[0].permute(0, 3, 1, 2).float(), padding=1)
+        close(channels_second(got)[0], y)
+        if ops.INTERPRETED:
+            assert boxes.boxes_fit(1, x, filters=w)
+            assert boxes.boxes_fit(1, x, filters=w.expand(3, -1, -1, -1, -1))
+            assert not boxes.boxes_fit(1, x.expand(2, -1, -1, -1, -1), filters=w)
+            numbers = w[0].numel()
+            for apart, begun in ((64, 0), (numbers + 4, 0), (numbers, 4)):
+                rows = w.new_empty(begun + 2 * numbers + 8).as_strided(
+                    (2, *w.shape[1:]), (apart, *w.stride()[1:]), begun
+                )
+                assert not boxes.boxes_fit(1, x, filters=rows)
 
 
 def check_parts_are_foreseen() -> None:
@@ -211,6 +249,27 @@ def check_norm(x: Tensor, parts: tuple[Tensor, int] | None, training: bool, ceil
         for left, right in zip(grads, wanted, strict=True):
             close(left, right, 1e-3)
         close(masked, dy * ((got > 0) & (got < (ceiling or torch.inf))))
+        if ceiling is None:
+            check_anew(given, away, (gamma, beta), running, training, parts)
+
+
+def check_anew(
+    x: Tensor, dy: Tensor, affine: tuple[Tensor, Tensor], running: norm.Running, training: bool,
+    parts: tuple[Tensor, int] | None,
+) -> None:  # fmt: skip
+    """Gradients are the same to the bit, whether what a ReLU left is read or computed anew: of 0 and no number too."""
+    gamma, beta = map(apart, affine)
+    gamma[:, :3] = 0
+    beta[:, :3] = torch.tensor([0, 1e-41, torch.nan])  # the second is no positive number in bfloat16
+    y, mean, var, _ = norm.run_norm(
+        x, gamma, beta, running, training=training, rate=0.1, eps=1e-5, relu=True, parts=parts
+    )  # fmt: skip
+    read, anew = (
+        norm.run_norm_grad(x, dy, mean, var, gamma, training=training, eps=1e-5, masked=True, **shown)
+        for shown in ({"y": y}, {"beta": beta})
+    )
+    for left, right in zip(read, anew, strict=True):
+        assert torch.equal(left, right)
 
 
 def check_many_parts(dtype: torch.dtype) -> None:
@@ -557,6 +616,7 @@ def main() -> None:
     for case in ((64, 64, 1, 3, (8, 8), 3), (64, 40, 0, 3, (10, 10), 2), (64, 16, 1, 3, (4, 16), 2)):
         check_boxes(*case)
     check_boxes(128, 128, 2, 5, (4, 4), 3)
+    check_where_boxes_lie()
     check_parts_are_foreseen()
     if DEVICE == "cpu":
         check_far_apart()

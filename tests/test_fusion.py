@@ -105,6 +105,8 @@ def test_what_follows_a_norm_is_done_by_its_operator_each_way(residual: bool, ce
         "fednorm.norm.default",
         "fednorm.norm_grad.default",
     }
+    (grad,) = fused.graph.find_nodes(op="call_function", target=own.norm_grad.default)
+    assert ("beta" if ceiling is None and not residual else "y") in grad.kwargs
     for got, wanted in zip(fused(*given), both_ways(*given), strict=True):
         assert torch.allclose(got, wanted, rtol=0, atol=1e-12)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pkgutil import iter_modules
@@ -23,8 +24,8 @@ pytestmark = [
     pytest.mark.skipif(not ops.HAS_TRITON or ops.INTERPRETED, reason="there is no Triton that compiles"),
     pytest.mark.timeout(900),
 ]
-H200, CONSUMER = 90, 86
-ROOM = {H200: 227 * 1024, CONSUMER: 99 * 1024}
+H200, CONSUMER, NEWEST = 90, 86, 120
+ROOM = {H200: 227 * 1024, CONSUMER: 99 * 1024, NEWEST: 99 * 1024}
 """Bytes of shared memory that a program may have, by compute capability."""
 MODELS = {
     "resnet20": {},
@@ -62,7 +63,7 @@ def all_kernels() -> set[tuple[str, str]]:
     return {(module, name) for module, name, value in named if isinstance(value, Kernel)}
 
 
-@pytest.mark.parametrize(("arch", "wide"), [(H200, False), (CONSUMER, False), (CONSUMER, True)])
+@pytest.mark.parametrize(("arch", "wide"), [(H200, False), (CONSUMER, False), (CONSUMER, True), (NEWEST, False)])
 def test_kernels_compile_and_fit(arch: int, wide: bool) -> None:
     """All of them, for all that these models ask of them, in bfloat16 or in tf32."""
     from kernel_builds import building
@@ -81,6 +82,40 @@ def test_kernels_compile_and_fit(arch: int, wide: bool) -> None:
     assert {(each.module, each.name) for each in kernels.values()} == all_kernels() - left_out
     assert all(each.binary for each in kernels.values())
     assert {each.name: each.shared for each in kernels.values() if each.shared > ROOM[arch]} == {}
+
+
+@pytest.mark.parametrize("arch", [H200, NEWEST])
+@pytest.mark.parametrize(
+    ("channels", "size", "cuts"),
+    [
+        (64, 32, {(128, 64)}),
+        (128, 16, {(128, 128)}),
+        (256, 8, {(64, 128), (128, 256)}),
+        (512, 4, {(64, 128), (128, 256)}),
+    ],
+)
+def test_convolutions_that_fetch_boxes_fit(channels: int, size: int, cuts: set[tuple[int, int]], arch: int) -> None:
+    """Those of a ResNet18, with what pixels and channels a program has of 5 and of 20 clients; nothing is spilled."""
+    from fednorm.engines.stack.kernels.conv import Shape, run_conv, run_weight_grad
+    from kernel_builds import Built, building
+
+    def cut_of(built: Built) -> tuple[int, int]:
+        number = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", built.options)}
+        return number["IMAGES"] * number["ROWS"] * number["WIDTH"], number["BLOCK_OUT"]
+
+    shape = Shape(1, 1, 1, 3, 3)
+    with building(arch) as (kernels, failed):
+        for clients in (5, 20):
+            x = torch.empty(clients, 20, size, size, channels, dtype=torch.bfloat16)
+            w = torch.empty(clients, channels, 3, 3, channels, dtype=torch.bfloat16)
+            run_conv(x, w, (size, size), shape, moments=True)
+            run_conv(x, w, (size, size), shape, backward=True, addend=x)
+            run_weight_grad(x, x, shape)
+    assert not failed
+    assert {each.module.rpartition(".")[2] for each in kernels.values()} == {"boxes"}
+    assert {cut_of(each) for each in kernels.values() if each.name == "_conv_kernel"} == cuts
+    assert {each.options: each.shared for each in kernels.values() if each.shared > ROOM[arch]} == {}
+    assert {each.options: each.usage() for each in kernels.values() if each.usage()[1]} == {}
 
 
 @pytest.mark.parametrize(

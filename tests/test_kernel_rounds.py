@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from fednorm.core.state import Tree
 from fednorm.engines.stack.kernels import ops
 from fednorm.engines.stack.kernels.layers import use_kernels
 from fednorm.engines.stack.kernels.tiles import ALONE
-from fednorm.engines.stack.program import Moves, Program
+from fednorm.engines.stack.program import Moves, Program, compile_kernels
 from fednorm.engines.stack.slot import StackSlot
+from fednorm.engines.stack.tracing import trace
 from fednorm.engines.stack.ways import Way
 from fednorm.errors import DivergedError
 from fednorm.models.mobilenet import InvertedResidual
@@ -278,3 +280,66 @@ def test_a_client_that_diverges_is_seen_through_the_kernels(method: str, own: se
     with pytest.raises(DivergedError, match=r"^diverged in round 1, client 1: its update is not finite; "):
         tiny.play(plan)
     assert launched.keys() >= ALWAYS | own
+
+
+@pytest.fixture
+def no_boxes(monkeypatch: pytest.MonkeyPatch) -> Event:
+    """A GPU that should fetch boxes and refuses each of them; whether they were given up."""
+    from fednorm.engines.stack.kernels import boxes, conv
+
+    def refuse(*args: Any, **named: Any) -> None:
+        raise RuntimeError("Triton Error [CUDA]: invalid argument\nat some line")
+
+    given_up = Event()
+    monkeypatch.setattr(boxes, "_fetches", lambda: True)
+    monkeypatch.setattr(boxes, "_GIVEN_UP", given_up)
+    for name in ("run_box_conv", "run_box_weight_grad"):
+        monkeypatch.setattr(conv, name, refuse)
+    return given_up
+
+
+def test_rounds_stay_on_the_device_where_boxes_are_refused(
+    no_boxes: Event, launched: Counter[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels that read by addresses take over, and give what they give alone."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 32, 1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, tiny.NUM_CLASSES)).float()
+    data = tiny.federation((4, 4))
+    data = replace(data, x=torch.randn(len(data.x), 1, 8, 8), test_x=torch.randn(len(data.test_x), 1, 8, 8))
+    changes = {**CHANGES, "data": data, "train__local_steps": 1}
+    found = on_the_device(copy.deepcopy(model), "fedavg", torch.bfloat16, **changes)
+    assert no_boxes.is_set()
+    line = "convolutions take longer than they could, boxes failed (Triton Error [CUDA]: invalid argument)"
+    assert capsys.readouterr().err.count(f"stacked engine: {line}\n") == 1
+    monkeypatch.setattr("fednorm.engines.stack.kernels.boxes._fetches", lambda: False)
+    alone = on_the_device(model, "fedavg", torch.bfloat16, **changes)
+    assert gap(found, alone) == 0
+    assert launched.keys() >= ALWAYS
+
+
+def test_kernels_made_side_by_side_decide_nothing_about_boxes(
+    no_boxes: Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def conv(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.fednorm.conv(x, w, 1, [1, 1])
+
+    x, w = (torch.randn(2, 4, 8, 8, 32).bfloat16().permute(0, 1, 4, 2, 3), torch.randn(2, 32, 32, 3, 3).bfloat16())
+    with compile_kernels(trace(conv, x, w)):
+        pass
+    assert not no_boxes.is_set()
+    assert not capsys.readouterr().err
+    conv(x, w)
+    assert no_boxes.is_set()
+
+
+def test_boxes_that_fail_while_a_graph_is_captured_are_an_error(
+    no_boxes: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fednorm.engines.stack.kernels import boxes, conv
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        boxes.fetched(conv.run_box_conv)  # type: ignore[arg-type]
+    assert not no_boxes.is_set()

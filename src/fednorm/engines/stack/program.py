@@ -19,6 +19,7 @@ from fednorm.engines.stack.compiled import compiled, repays
 from fednorm.engines.stack.fusion import fuse
 from fednorm.engines.stack.in_place import write_in_place
 from fednorm.engines.stack.kernels.element_ops import spread_into
+from fednorm.engines.stack.kernels.ops import SIDE_BY_SIDE
 from fednorm.engines.stack.rounding import Rounded
 from fednorm.engines.stack.tracing import trace
 
@@ -122,6 +123,7 @@ def compile_kernels(traced: GraphModule) -> Iterator[None]:
     place = torch.cuda.current_device() if torch.cuda.is_available() else -1
 
     def call(target: Any, specs: Any) -> None:
+        SIDE_BY_SIDE.set(True)  # in this thread, which ends with the pool
         with suppress(Exception), torch.cuda.device(place):
             args, kwargs = tree_map_only(TensorSpec, TensorSpec.zeros, specs)
             target(*args, **kwargs)

@@ -7,6 +7,7 @@ rounded on load.
 """
 # Triton reads annotations of constants at run time, so this file does without `from __future__ import annotations`.
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fednorm.engines.stack.kernels.boxes import box_of, box_tile, boxes_fit, run_box_conv, run_box_weight_grad
+from fednorm.engines.stack.kernels.boxes import (
+    box_of,
+    box_tile,
+    boxes_fit,
+    fetched,
+    run_box_conv,
+    run_box_weight_grad,
+)
 from fednorm.engines.stack.kernels.launch import kernel
 from fednorm.engines.stack.kernels.pointwise import finish, precision, run_point, run_point_weight_grad
 from fednorm.engines.stack.kernels.tiles import conv_tile, weight_cut
@@ -211,12 +219,10 @@ def run_conv(
         run_point(x, w, y, parts, tile, backward=backward, bias=bias, addend=addend, relu=relu)
         return y, parts
     box = box_of(tile, ins, *size)
-    if box and boxes_fit(shape.stride, x, w):
-        tile, padding = box_tile(tile, outs, tiles * clients), (shape.pad_h, shape.pad_w)
-        run_box_conv(
-            x, w, y, parts, tile, box, padding, backward=backward, bias=bias, addend=addend, relu=relu
-        )  # fmt: skip
-        return y, parts
+    if box and boxes_fit(shape.stride, x, filters=w):
+        given = x, w, y, parts, box_tile(tile, outs, tiles * clients), box, (shape.pad_h, shape.pad_w)
+        if fetched(partial(run_box_conv, *given, backward=backward, bias=bias, addend=addend, relu=relu)):
+            return y, parts
     _conv_kernel[(tiles, clients, triton.cdiv(outs, tile.outs))](
         x, w, w if bias is None else bias, y if addend is None else addend, y, parts,
         w.stride(0), 0 if bias is None else bias.stride(0), batch, height, width, *size, tiles,
@@ -241,8 +247,9 @@ def run_weight_grad(x: Tensor, dy: Tensor, shape: Shape) -> Tensor:
         return parts
     box = box_of(tile, ins, out_height, out_width)
     if box and boxes_fit(shape.stride, x, dy):
-        run_box_weight_grad(x, dy, parts, tile, cut, box, (shape.pad_h, shape.pad_w))
-        return parts
+        given = x, dy, parts, tile, cut, box, (shape.pad_h, shape.pad_w)
+        if fetched(partial(run_box_weight_grad, *given)):
+            return parts
     stages = tile.stages if tile.terms <= 64 else 2  # what fits into the 99 KB of a consumer's GPU
     _weight_kernel[(cut.parts, clients, cut.blocks)](
         x, dy, parts, batch, height, width, out_height, out_width,

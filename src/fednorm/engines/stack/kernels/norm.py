@@ -47,9 +47,23 @@ def _rectified(y, CEILING: tl.constexpr):
 
 
 @triton.jit
-def _through(dy, y_ptr, at, mask, CEILING: tl.constexpr):
-    """The gradient in front of a ReLU, or a ReLU6, from the gradient behind it and what it left."""
-    y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
+def _normalised(x, mean, scale, beta):
+    """What a norm makes of x, forward and where a gradient computes it anew: to the bit the same, rounded alike."""
+    return (x - mean[None, :]) * scale[None, :] + beta[None, :]
+
+
+@triton.jit
+def _through(dy, x_ptr, y_ptr, at, mask, mean, scale, beta, ANEW: tl.constexpr, CEILING: tl.constexpr):
+    """The gradient in front of a ReLU, or a ReLU6, from the gradient behind it and what it left.
+
+    That is read, or of a ReLU computed ANEW from the norm's input, with the same roundings: the input is read anyway,
+    and once, since the compiler sees that both reads are one.
+    """
+    if ANEW:
+        x = tl.load(x_ptr + at, mask=mask, other=0.0)
+        y = _normalised(x.to(tl.float32), mean, scale, beta).to(x.dtype).to(tl.float32)
+    else:
+        y = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.where(y <= 0, 0.0, dy)
     if CEILING is not None:
         dy = tl.where(y >= CEILING, 0.0, dy)
@@ -154,7 +168,7 @@ def _normalise_kernel(
     for tile in range(TILES):
         mask, at = _numbers_of(chunk * TILES + tile, client, channel, rows, channels, ROWS)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        y = (x - mean[None, :]) * scale[None, :] + beta[None, :]
+        y = _normalised(x, mean, scale, beta)
         if ADD:
             y += tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if RELU:
@@ -164,9 +178,9 @@ def _normalise_kernel(
 
 @kernel("rows", "chunks", "channel_words")
 def _grad_sums_kernel(
-    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, part_ptr, rows, chunks, channel_words, eps,
-    WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, RELU: tl.constexpr,
-    CEILING: tl.constexpr,
+    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, part_ptr, gamma_stride, beta_stride, rows, chunks,
+    channel_words, eps, WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    RELU: tl.constexpr, ANEW: tl.constexpr, CEILING: tl.constexpr,
 ):  # fmt: skip
     """Sums of a chunk of gradients, and of gradients times what was normalised.
 
@@ -179,6 +193,8 @@ def _grad_sums_kernel(
     inside = channel < channels
     mean = tl.load(mean_ptr + client * channels + channel, mask=inside, other=0.0)
     var = tl.load(var_ptr + client * channels + channel, mask=inside, other=1.0)
+    scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * tl.rsqrt(var + eps)
+    beta = tl.load(beta_ptr + client * beta_stride + channel, mask=inside, other=0.0)
     plain = tl.zeros((ROWS // _TURN, BLOCK), dtype=tl.float32)
     times_hat = tl.zeros((ROWS // _TURN, BLOCK), dtype=tl.float32)
     for tile in range(TILES):
@@ -186,7 +202,7 @@ def _grad_sums_kernel(
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if RELU:
-            dy = _through(dy, y_ptr, at, mask, CEILING)
+            dy = _through(dy, x_ptr, y_ptr, at, mask, mean, scale, beta, ANEW, CEILING)
         plain += tl.sum(tl.reshape(dy, (_TURN, ROWS // _TURN, BLOCK)), 0)
         times_hat += tl.sum(tl.reshape(dy * (x - mean[None, :]), (_TURN, ROWS // _TURN, BLOCK)), 0)
     base = part_ptr + (client * chunks + chunk) * (2 * channels) + channel
@@ -196,10 +212,10 @@ def _grad_sums_kernel(
 
 @kernel("rows", "chunks", "channel_words")
 def _input_grad_kernel(
-    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
-    gamma_stride, rows, chunks, channel_words, eps,
+    x_ptr, dy_ptr, y_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, part_ptr, dx_ptr, dgamma_ptr, dbeta_ptr, masked_ptr,
+    gamma_stride, beta_stride, rows, chunks, channel_words, eps,
     WORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr,
-    TRAINING: tl.constexpr, RELU: tl.constexpr, CEILING: tl.constexpr, MASKED: tl.constexpr,
+    TRAINING: tl.constexpr, RELU: tl.constexpr, ANEW: tl.constexpr, CEILING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
@@ -218,13 +234,14 @@ def _input_grad_kernel(
     mean = tl.load(mean_ptr + cell, mask=inside, other=0.0)
     inverse = tl.rsqrt(tl.load(var_ptr + cell, mask=inside, other=1.0) + eps)
     scale = tl.load(gamma_ptr + client * gamma_stride + channel, mask=inside, other=0.0) * inverse
+    beta = tl.load(beta_ptr + client * beta_stride + channel, mask=inside, other=0.0)
     # By channel, so that a number takes two products: scale (dy - dbeta / rows - (x - mean) inverse dgamma / rows).
     constant, slope = -scale * dbeta / rows, -scale * inverse * dgamma / rows
     for tile in range(TILES):
         mask, at = _numbers_of(chunk * TILES + tile, client, channel, rows, channels, ROWS)
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if RELU:
-            dy = _through(dy, y_ptr, at, mask, CEILING)
+            dy = _through(dy, x_ptr, y_ptr, at, mask, mean, scale, beta, ANEW, CEILING)
         if MASKED:
             tl.store(masked_ptr + at, dy.to(masked_ptr.dtype.element_ty), mask=mask)
         dx = scale[None, :] * dy
@@ -349,23 +366,28 @@ def _joined(parts: Tensor, part_rows: int, cut: Cut) -> Tensor:
 
 def run_norm_grad(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, *, training: bool, eps: float,
-    y: Tensor | None = None, ceiling: float | None = None, masked: bool = False,
+    y: Tensor | None = None, beta: Tensor | None = None, ceiling: float | None = None, masked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, gamma and beta; with y, dy is that behind its ReLU; the one in front is what `masked` adds."""
+    """Gradients of x, gamma and beta; with y, dy is that behind its ReLU; the one in front is what `masked` adds.
+
+    With beta in place of y it is that behind the ReLU of a norm to which nothing was added, and y is computed anew. Not
+    so with a ceiling: the first kernel would take so many registers that fewer programs run side by side.
+    """
     cut = cut_of(x)
     parts = torch.empty(cut.clients, cut.chunks, 2, cut.channels, device=x.device)
     count, word = words(cut.channels)
     shape = {"WORD": word, "ROWS": cut.tile, "BLOCK": cut.block, "TILES": cut.tiles, "num_warps": 8}
-    shape |= {"RELU": y is not None, "CEILING": ceiling}
-    outer = x if y is None else y
-    _grad_sums_kernel[cut.grid](x, dy, outer, mean, var, parts, cut.rows, cut.chunks, count, eps, **shape)
+    shape |= {"RELU": y is not None or beta is not None, "ANEW": beta is not None, "CEILING": ceiling}
+    given = x, dy, x if y is None else y, mean, var, gamma, gamma if beta is None else beta
+    strides = gamma.stride(0), 0 if beta is None else beta.stride(0)
+    _grad_sums_kernel[cut.grid](*given, parts, *strides, cut.rows, cut.chunks, count, eps, **shape)
     if cut.chunks > _MOST_CHUNKS or cut.chunks * cut.block > _MOST_JOINED:
         parts = parts.sum(1, keepdim=True)
     dx = torch.empty_like(x)
     through = torch.empty_like(dy) if masked else dy.new_empty(0)
     dgamma, dbeta = (torch.empty(cut.clients, cut.channels, device=x.device) for _ in range(2))
     _input_grad_kernel[cut.grid](
-        x, dy, outer, mean, var, gamma, parts, dx, dgamma, dbeta, through, gamma.stride(0), cut.rows, parts.shape[1],
-        count, eps, CHUNKS=_at_once(parts.shape[1], _MOST_CHUNKS), TRAINING=training, MASKED=masked, **shape,
+        *given, parts, dx, dgamma, dbeta, through, *strides, cut.rows, parts.shape[1], count, eps,
+        CHUNKS=_at_once(parts.shape[1], _MOST_CHUNKS), TRAINING=training, MASKED=masked, **shape,
     )  # fmt: skip
     return dx, dgamma, dbeta, through

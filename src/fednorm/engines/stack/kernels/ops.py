@@ -6,6 +6,7 @@ are tested against. Activations are (client, batch, channel, height, width), lai
 # torch.library reads the annotations of an operator, so this file does without `from __future__ import annotations`.
 
 import os
+from contextvars import ContextVar
 from importlib.util import find_spec
 from math import prod
 from typing import Any, cast
@@ -20,6 +21,8 @@ from fednorm.engines.stack.kernels.tiles import conv_tile, weight_cut
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton plays kernels on the CPU, number by number: slow, for tests, which teach it narrow types."""
+SIDE_BY_SIDE = ContextVar("SIDE_BY_SIDE", default=False)
+"""Whether this thread makes kernels beside others: Python's parser, which Triton asks, may then fail for no reason."""
 _TYPES = (torch.float32,) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -200,6 +203,10 @@ def _spread(values: Tensor) -> Tensor:
     return values[:, None, :, None, None]
 
 
+def _normalised(x: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    return (x - _spread(mean)) * _spread((var + eps).rsqrt() * gamma) + _spread(beta)
+
+
 @torch.library.custom_op("fednorm::norm", mutates_args=())
 def norm(
     x: Tensor, gamma: Tensor, beta: Tensor, running_mean: Tensor, running_var: Tensor, counter: Tensor,
@@ -228,7 +235,7 @@ def norm(
         var, mean = torch.var_mean(z, (1, 3, 4), correction=0)
     else:
         mean, var = running_mean.clone(), running_var.clone()
-    y = (z - _spread(mean)) * _spread((var + eps).rsqrt() * gamma) + _spread(beta)
+    y = _normalised(z, mean, var, gamma, beta, eps)
     y = y if addend is None else y + addend
     y = channels_second(channels_last((y.clamp(0, ceiling) if relu else y).to(x.dtype)))
     if not training:
@@ -241,20 +248,23 @@ def norm(
 @torch.library.custom_op("fednorm::norm_grad", mutates_args=())
 def norm_grad(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, training: bool, eps: float,
-    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None,
+    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None, beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, gamma and beta; with y, the output of a ReLU after the norm, dy is that ReLU's gradient.
 
-    The last is dy behind the ReLU, where `masked` asks for it, else empty.
+    So it is with `beta`, from which y is computed anew, to the bit: x is read anyway. The last is dy behind the ReLU,
+    where `masked` asks for it, else empty.
     """
     if kernels_fit(x):
         from fednorm.engines.stack.kernels.norm import run_norm_grad
 
         dx, dgamma, dbeta, through = run_norm_grad(
             channels_last(x), channels_last(dy), mean, var, _rows(gamma), training=training, eps=eps,
-            y=None if y is None else channels_last(y), ceiling=ceiling, masked=masked,
+            y=None if y is None else channels_last(y), beta=None if beta is None else _rows(beta), ceiling=ceiling,
+            masked=masked,
         )  # fmt: skip
         return channels_second(dx), dgamma, dbeta, channels_second(through) if masked else through
+    y = y if beta is None else _normalised(wide(x), mean, var, gamma, beta, eps).to(x.dtype)
     dz = dy if y is None else torch.where((y <= 0) | (False if ceiling is None else y >= ceiling), 0, dy)
     grad = wide(dz)
     inverse = (var + eps).rsqrt()
@@ -330,7 +340,7 @@ def _(
 @norm_grad.register_fake
 def _(
     x: Tensor, dy: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, training: bool, eps: float,
-    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None,
+    y: Tensor | None = None, masked: bool = False, ceiling: float | None = None, beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     through = laid_out(dy, *dy.shape) if masked else dy.new_empty(0)
     return laid_out(x, *x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape), through

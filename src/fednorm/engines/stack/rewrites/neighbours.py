@@ -149,7 +149,9 @@ def take_in_relu_grad(graph: Graph, grad: Node) -> None:
     for out in reversed(list(grad.users)):
         grad.append(out)
     grad.args = (x, outer, *grad.args[2:])
-    grad.kwargs = {**grad.kwargs, "y": y} | ({} if ceiling is None else {"ceiling": ceiling})
+    anew = norm.target is _own.norm.default and ceiling is None and "addend" not in norm.kwargs
+    shown = {"beta": norm.args[2]} if anew else {"y": y}
+    grad.kwargs = {**grad.kwargs, **shown} | ({} if ceiling is None else {"ceiling": ceiling})
     if behind.users:
         grad.kwargs = {**grad.kwargs, "masked": True}
         with graph.inserting_after(grad):
