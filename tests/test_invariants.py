@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -140,10 +140,8 @@ def test_i04_with_held_statistics_training_mode_computes_what_evaluation_compute
 def backwards(train: Train) -> Train:
     """Training that is asked and answers in another order."""
 
-    def turned(
-        phase: PreparedPhase, numbers: Mapping[str, float], jobs: Sequence[Job], probing: bool = False
-    ) -> Iterator[Outcome]:
-        worked = list(train(phase, numbers, list(jobs)[::-1], probing))
+    def turned(phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
+        worked = list(train(phase, list(jobs)[::-1], probing))
         return iter(worked[1:] + worked[:1])
 
     return turned

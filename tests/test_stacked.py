@@ -75,11 +75,11 @@ def test_a_cohort_larger_than_memory_is_split(monkeypatch: pytest.MonkeyPatch) -
     tried: list[int] = []
     whole = StackTrainer._train_stack
 
-    def scarce(self: StackTrainer, phase, numbers, jobs, probing):
+    def scarce(self: StackTrainer, phase, jobs, probing):
         tried.append(len(jobs))
         if len(jobs) > 2:
             raise torch.OutOfMemoryError("scarce")
-        return whole(self, phase, numbers, jobs, probing)
+        return whole(self, phase, jobs, probing)
 
     data = tiny.federation((8, 8, 8, 8, 8))
     reference = tiny.play(tiny.plan("fedavg", data=data, rounds=2))
