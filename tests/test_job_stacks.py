@@ -260,3 +260,40 @@ def test_neither_a_checkpoint_nor_a_restart_changes_a_bit(
     assert ended(restarts=[3, 11, 14]) == whole
     for event in range(1, 12):
         assert ended(saves=[event]) == whole
+
+
+def test_a_checkpoint_that_was_interrupted_can_be_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was trained for it was not looked at, and is trained anew."""
+    monkeypatch.setattr("fednorm.engines.stack.jobs.DEVICES", set[str]())
+    interrupts = list[bool]()
+
+    class Interrupted(StackedEngine):
+        def train(self, phase: PreparedPhase, jobs: Sequence[Job], probing: bool = False) -> Iterator[Outcome]:
+            for done in super().train(phase, jobs, probing):
+                if interrupts:
+                    raise KeyboardInterrupt
+                yield done
+
+    def made(store: Store) -> Simulation:
+        sites = plan("fixbn(at=0.5)", UNEQUAL)
+        server = ArrivalServer(sites, sites.federation.training_clients, strategies.parse("fedbuff(b=2)"))
+        engine = Interrupted([sites], stays=False)
+        return Simulation(server, sites, engine, store, shifted(), concurrency=9)
+
+    whole, store = made(Store()), Store()
+    while not whole.server.finished:
+        list(whole.advance())
+    clock, interrupted = made(store), 0
+    while not clock.server.finished:
+        list(clock.advance())
+        interrupts.append(True)
+        try:
+            clock.state()
+        except KeyboardInterrupt:
+            interrupted += 1
+        interrupts.clear()
+        facts, trees = clock.state()
+        clock = made(store)
+        clock.load(json.loads(json.dumps(facts)), trees)
+    assert interrupted
+    assert gap(whole.server.tree, clock.server.tree) < 1e-10

@@ -277,9 +277,11 @@ class Simulation:
             return facts, {name: trees[name] for name in ("model", "memory")}
         facts["under_way"] = [[each.flight.number, each.arrives, each.free, each.used] for each in self._queue.begun()]
         if not self.engine.independent:
-            for asked in self._asked:
-                self._receive(asked)
-            facts["asked"] = [sorted(asked.numbers) for asked in self._asked]
+            asked, self._asked = self._asked, []  # where this is interrupted, they are asked for again
+            for each in asked:
+                self._receive(each)
+            self._asked = asked
+            facts["asked"] = [sorted(each.numbers) for each in asked]
             facts["trained"], more = stored(self._trained)
             trees |= more
         return facts, trees
