@@ -18,12 +18,15 @@ class Factories(Generic[T]):
     """Functions by name. Their keyword arguments are the options of an expression.
 
     A parameter of the type `given` is no option: it is handed what is known where the thing is made. `returns` says
-    what they must return, and `called` how users know that.
+    what they must return, and `called` how users know that. `beside` is what they may write in place of a name.
     """
 
-    def __init__(self, what: str, example: str, *, given: type[Any], returns: type[Any], called: str) -> None:
+    def __init__(
+        self, what: str, example: str, *, given: type[Any], returns: type[Any], called: str, beside: str = ""
+    ) -> None:
         self.what, self.example = what, example
         self._given, self._returns, self._called = given, returns, called
+        self._beside = [beside] if beside else []
         self._known: dict[str, Callable[..., T]] = {}
 
     @property
@@ -48,7 +51,7 @@ class Factories(Generic[T]):
         """The expression, read, and what it names."""
         term = parse_term(text, self.what, self.example)
         if term.name not in self._known:
-            raise unknown(self.what, term.name, self._known)
+            raise unknown(self.what, term.name, [*self._known, *self._beside])
         make = self._known[term.name]
         handed = {
             name: given for name, hint in get_type_hints(make).items() if hint is self._given and name != "return"

@@ -197,6 +197,22 @@ def model_state(model: nn.Module, listing: Iterable[Entry] | None = None) -> Tre
     return {entry.key: tensors[entry.key].detach().clone() for entry in listing or entries(model)}
 
 
+def named(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
+    """Entries of a tree inside a larger one, by a prefix that tells that they belong together.
+
+    >>> both = named("old", {"weight": torch.zeros(1)}) | named("new", {"weight": torch.ones(1)})
+    >>> list(both), list(unnamed("new", both))
+    (['old:weight', 'new:weight'], ['weight'])
+    """
+    return {f"{prefix}:{name}": value for name, value in tree.items()}
+
+
+def unnamed(prefix: str, tree: Mapping[str, Tensor]) -> Tree:
+    """The entries that `named` gave this prefix."""
+    start = f"{prefix}:"
+    return {key.removeprefix(start): value for key, value in tree.items() if key.startswith(start)}
+
+
 def tree_bytes(tree: Mapping[str, Tensor]) -> int:
     """Bytes of the tensors' contents, which is what a payload costs on the wire."""
     return sum(tensor.nbytes for tensor in tree.values())

@@ -18,11 +18,10 @@ from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 from torch import Tensor
 
 from fednorm.core import rng
-from fednorm.core.expression import parse_term
 from fednorm.core.factories import Factories
 from fednorm.core.user_code import UserCode
 from fednorm.engines.clock.schedule_file import FILE, LONGEST, Row, read_rows
-from fednorm.errors import ConfigError, unknown
+from fednorm.errors import ConfigError
 from fednorm.halves.wire_format import short
 
 Around = Literal["fixed", "exponential", "uniform"]
@@ -140,7 +139,12 @@ class Asked:
 
 
 SCHEDULES = Factories[Schedule](
-    "schedule", "exponential(mean=1.0)", given=Clients, returns=Schedule, called="schedule: an object with `times`"
+    "schedule",
+    "exponential(mean=1.0)",
+    given=Clients,
+    returns=Schedule,
+    called="schedule: an object with `times`",
+    beside=f"{FILE}PATH",
 )
 
 
@@ -211,9 +215,6 @@ def make_schedule(text: str, clients: Clients) -> Schedule:
     """
     if text.startswith(FILE):
         return Listed(read_rows(Path(text.removeprefix(FILE)), clients.count, clients.names))
-    name = parse_term(text, SCHEDULES.what, SCHEDULES.example).name
-    if name not in SCHEDULES.names:
-        raise unknown("schedule", name, [*SCHEDULES.names, f"{FILE}PATH"])
     return SCHEDULES.make(text, clients)[1]
 
 

@@ -39,7 +39,7 @@ _WAVES = 4
 
 
 @dataclass(frozen=True)
-class Training:
+class InTraining:
     """Jobs of different clients that are trained together, by client."""
 
     phase: PreparedPhase
@@ -53,7 +53,7 @@ class Asked:
     """Jobs, by number, whose training was asked for before any of them was due."""
 
     numbers: frozenset[int]
-    training: Training | None
+    training: InTraining | None
     """None once somebody looked at what it brought, as a checkpoint does"""
 
 
@@ -196,7 +196,7 @@ class Simulation:
                 jobs = self._jobs(phase, row)
                 outcomes = self._train(phase, list(jobs.values()), False)
                 asked = frozenset(each.flight.number for each in row.values())
-                self._asked.append(Asked(asked, Training(phase, row, jobs, outcomes)))
+                self._asked.append(Asked(asked, InTraining(phase, row, jobs, outcomes)))
 
     def _enough(self, count: int) -> int:
         """How many of some to train at a time: more than an engine gains by would only lie in memory."""
@@ -221,7 +221,7 @@ class Simulation:
             number = training.under_way[client].flight.number
             self._trained[number] = Trained(Landing(number, None, reason, looked=True), {}, 0)
 
-    def _look_at(self, training: Training, came: Sequence[Outcome], stack: Together | None) -> None:
+    def _look_at(self, training: InTraining, came: Sequence[Outcome], stack: Together | None) -> None:
         """Find out what is wrong with outcomes, of one stack or of none."""
         server, phase = self.server, training.phase
         clients = [outcome.update.client for outcome in came]

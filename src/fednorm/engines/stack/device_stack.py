@@ -15,7 +15,7 @@ import torch
 
 from fednorm.core.phases import PhaseId
 from fednorm.core.probe import Probe
-from fednorm.core.state import Entry, Policy, Tree
+from fednorm.core.state import Entry, Policy, Tree, named, unnamed
 from fednorm.data.batches import Batches
 from fednorm.engines.base import MOST_AWAITED, stack_trees
 from fednorm.engines.stack.attributes import ChangesItself
@@ -25,7 +25,7 @@ from fednorm.engines.stack.late_reports import LateReports
 from fednorm.engines.stack.messages import Assignment, Member, Messages, message
 from fednorm.engines.stack.phase_program import NotAProgram, PhaseProgram
 from fednorm.engines.stack.ragged import OFTEN, RaggedProgram, Table
-from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix, aligned, named, unnamed
+from fednorm.engines.stack.row_matrix import ALIGNMENT, RowMatrix, aligned
 from fednorm.engines.stack.ways import Ways
 from fednorm.halves.prepared_phase import PreparedPhase
 from fednorm.halves.schema import OWN

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fednorm.core.state import Tree
+from fednorm.core.state import Tree, named, unnamed
 from fednorm.engines.machine import narrow_type
 from fednorm.engines.stack.kernels.layers import kernels_pay, use_kernels
 from fednorm.engines.stack.making_ready import making_ready
 from fednorm.engines.stack.program import GraphRoom, Program
 from fednorm.errors import FednormError, first_line
 
-_MADE = "made|"
+_MADE = "made"
 
 
 class StackPrograms:
@@ -45,14 +45,14 @@ class StackPrograms:
             why = first_line(error)
             print(f"the server computes step by step, no program could be made ({why})", file=sys.stderr)
             return None
-        return {key.removeprefix(_MADE): value for key, value in state.items() if key.startswith(_MADE)}
+        return unnamed(_MADE, state)
 
     def _program(self, name: Hashable, function: Callable[[Tree], Tree], given: Tree) -> tuple[Program, Tree]:
         shapes = tuple((key, value.shape, value.dtype) for key, value in given.items())
         if (name, shapes) not in self._programs:
 
             def played(state: Tree) -> Tree:
-                return {f"{_MADE}{key}": value for key, value in function(state).items()}
+                return named(_MADE, function(state))
 
             with making_ready(f"what the server computes ({name})"):
                 state = {key: value.clone(memory_format=torch.contiguous_format) for key, value in given.items()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fednorm.core.probe import Probe
-from fednorm.core.state import Tree
+from fednorm.core.state import Tree, named, unnamed
 from fednorm.engines.base import stack_trees
 from fednorm.engines.stack.attributes import ChangesItself
 from fednorm.engines.stack.device_stack import DEVICES
@@ -27,7 +27,7 @@ from fednorm.engines.stack.messages import Drawn
 from fednorm.engines.stack.phase_program import NotAProgram
 from fednorm.engines.stack.program import Moves
 from fednorm.engines.stack.ragged import RaggedProgram, Table
-from fednorm.engines.stack.row_matrix import Flats, RowMatrix, aligned, named, unnamed
+from fednorm.engines.stack.row_matrix import Flats, RowMatrix, aligned
 from fednorm.engines.stack.timetable import Launch
 from fednorm.engines.stack.ways import Ways
 from fednorm.engines.tolerance import Train

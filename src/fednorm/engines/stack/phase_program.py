@@ -16,7 +16,7 @@ from fednorm.core.optim import Joined, buffer_key
 from fednorm.core.probe import Probe
 from fednorm.core.reductions import merging
 from fednorm.core.report import LOSSES, Reports
-from fednorm.core.state import Policy, Tree
+from fednorm.core.state import Policy, Tree, named, unnamed
 from fednorm.core.step import Batch, Carry, Seen, Step, training_mode
 from fednorm.data.batches import Batches
 from fednorm.engines.stack.attributes import unchanged
@@ -28,7 +28,7 @@ from fednorm.engines.stack.log_copy import LogCopy
 from fednorm.engines.stack.lost_writes import LostWritesRefused
 from fednorm.engines.stack.making_ready import making_ready
 from fednorm.engines.stack.program import GraphRoom, Moves, Program, Rows
-from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows, named, unnamed
+from fednorm.engines.stack.row_matrix import ALIGNMENT, Flats, RowMatrix, aligned, aligned_rows
 from fednorm.engines.stack.slow_operators import slow_operators_named
 from fednorm.engines.stack.ways import Way
 from fednorm.halves.merging import merge_stack

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fednorm.core.probe import Probe
 from fednorm.core.report import LOSSES
-from fednorm.core.state import Tree
+from fednorm.core.state import Tree, named
 from fednorm.data.batches import Batches
 from fednorm.engines.stack.making_ready import making_ready
 from fednorm.engines.stack.phase_program import PhaseProgram
 from fednorm.engines.stack.program import Moves, put
-from fednorm.engines.stack.row_matrix import aligned_rows, named
+from fednorm.engines.stack.row_matrix import aligned_rows
 from fednorm.engines.stack.timetable import Launch, timetable
 from fednorm.halves.prepared_phase import CARRIED
 

@@ -80,14 +80,3 @@ def aligned_rows(flat: Tensor, rows: Tensor) -> Tensor:
     """Copies of some rows of a matrix whose rows begin at aligned addresses; so do theirs."""
     whole = flat.as_strided((len(flat), flat.stride(0)), flat.stride())
     return whole.index_select(0, rows)[:, : flat.shape[1]]
-
-
-def named(prefix: str, flats: Flats) -> Tree:
-    """Entries of a state that belong together."""
-    return {f"{prefix}:{name}": flat for name, flat in flats.items()}
-
-
-def unnamed(prefix: str, state: Tree) -> Flats:
-    """The entries that `named` gave this prefix."""
-    start = f"{prefix}:"
-    return {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}

@@ -11,13 +11,12 @@ from torch import Tensor
 from fednorm.core import rng
 from fednorm.core.optim import Joined
 from fednorm.core.optimizers import ADAM
-from fednorm.core.state import Tree
+from fednorm.core.state import Tree, named, unnamed
 from fednorm.core.strategy import Programs
 from fednorm.strategies.revive.guard import LossGuard
 from fednorm.strategies.revive.losses import distillation_loss
 from fednorm.strategies.revive.network import Network
 from fednorm.strategies.revive.objective import gradients
-from fednorm.strategies.revive.parts import named, unnamed
 from fednorm.strategies.revive.pool import draw_labels
 from fednorm.strategies.revive.settings import Settings
 from fednorm.strategies.revive.synthesis import fresh_buffers

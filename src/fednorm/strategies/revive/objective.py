@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fednorm.core.state import Tree
+from fednorm.core.state import Tree, named, unnamed
 from fednorm.core.strategy import Programs
 from fednorm.strategies.revive.features import gap, make_layers_known, seen_by
 from fednorm.strategies.revive.generator import Generator, images_of
@@ -18,7 +18,6 @@ from fednorm.strategies.revive.guard import LossGuard
 from fednorm.strategies.revive.inputs import Inputs
 from fednorm.strategies.revive.losses import adversarial_loss, feature_loss, one_hot_loss
 from fednorm.strategies.revive.network import Mode, Network
-from fednorm.strategies.revive.parts import named, unnamed
 from fednorm.strategies.revive.settings import Settings
 from fednorm.strategies.revive.teachers import Teacher, common_mode, stack_of
 
