@@ -31,13 +31,18 @@ class Clock(NamedTuple):
 
 
 def names_strategy(expression: str) -> bool:
-    """Whether one of the parts of an expression is a strategy; what is neither, but nearly one, is refused as such."""
+    """Whether one of the parts of an expression is a strategy."""
+    known = known_strategies()
+    return any(term.name in known for term in parse_terms(expression, "method", _EXAMPLE))
+
+
+def _without_strategy(expression: str) -> Method:
+    """The method of an expression without a strategy; a part that is neither, but nearly one, is refused as such."""
     known, methods = known_strategies(), known_methods()
-    names = [term.name for term in parse_terms(expression, "method", _EXAMPLE)]
-    for name in names:
-        if name not in known and name not in methods and set(nearest(name, [*known, *methods])) & known.keys():
-            raise unknown("strategy", name, known)
-    return any(name in known for name in names)
+    for term in parse_terms(expression, "method", _EXAMPLE):
+        if term.name not in methods and set(nearest(term.name, [*known, *methods])) & known.keys():
+            raise unknown("strategy", term.name, known)
+    return parse(expression)
 
 
 def full_name(expression: str, strategy: str | None = None) -> str:
@@ -48,7 +53,7 @@ def full_name(expression: str, strategy: str | None = None) -> str:
     """
     text = f"{strategy}+{expression}" if strategy else expression
     if not names_strategy(text):
-        return parse(text).name
+        return _without_strategy(text).name
     found, method = split(text)
     return f"{found.name}+{parse(method).name}"
 
@@ -72,7 +77,7 @@ def on_one_clock(methods: Sequence[str | Method], config: RunConfig) -> tuple[Ru
     given = config.clock.strategy
     timed = given is not None or any(isinstance(each, str) and names_strategy(each) for each in methods)
     if not timed:
-        return config, [parse(each).name for each in methods]
+        return config, [each.name if isinstance(each, Method) else full_name(each) for each in methods]
     other = given or ROUNDS
     names = [
         each.name if isinstance(each, Method) else full_name(each, None if names_strategy(each) else other)
@@ -87,7 +92,7 @@ def resolved(config: RunConfig, method: Method | None = None) -> tuple[Strategy 
     if method is None and names_strategy(config.method):
         strategy, name = split(config.method)
         return strategy, joined(strategy, name)
-    chosen = parse(config.method) if method is None else method
+    chosen = _without_strategy(config.method) if method is None else method
     if config.clock.strategy is None:
         return None, chosen
     strategy = parse_strategy(config.clock.strategy)
